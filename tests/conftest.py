@@ -51,8 +51,7 @@ def gemma2(vocab=32, hidden=16, layers=2, positions=128, window=8):
     """Layers alternate between sliding and full attention; scores and logits are soft-capped."""
     config = Gemma2Config(**_shape(vocab, hidden, layers, positions), num_key_value_heads=2,
                           head_dim=hidden // 4, query_pre_attn_scalar=hidden // 4, sliding_window=window,
-                          attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
-                          attn_implementation="eager")
+                          attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     return Gemma2ForCausalLM(config)
 
 
