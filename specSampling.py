@@ -1,0 +1,430 @@
+"""Speculative decoding with a chain: draft and verify, with fixed gamma, dynamic gamma, several stages.
+
+Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1; Chen et al. 2023 (arXiv:2302.01318), algorithm 2.
+The file reads in the paper's order: verify one chain, the round, who proposes (drafters), how many
+(gamma controllers), and the three public samplers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import LongTensor, Tensor
+
+from cachedModel import CachedModel, as_cached
+from metrics import Generation, Level, Round
+from regrSampling import OnTokens, decode
+from utils import SamplingParams, residual, sample
+
+# ---------------------------------------------------------------------------------------------- verification
+
+
+def verify(p: Tensor, q: Tensor, tokens: LongTensor, generator=None) -> tuple[int, int]:
+    """Accept a prefix of the drafted tokens and draw the one that follows it.
+
+    p: [g+1, V] the target's laws before each drafted token and after the last; q: [g, V] the laws the tokens
+    were drawn from; tokens: [g] ids. Returns (n_accepted, next_token). Emitting tokens[:n_accepted] and then
+    next_token is distributed exactly as drawing from p token by token (Leviathan et al. 2023, appendix A.1).
+    The inputs stay as they were. Raises ValueError when shapes do not fit or p holds NaN.
+    """
+    g, width = tokens.shape[0], p.shape[-1]
+    if p.shape[0] != g + 1 or q.shape[0] != g:
+        raise ValueError(f"{g} tokens need {g + 1} rows of p and {g} of q, got {p.shape[0]} and {q.shape[0]}")
+    if g == 0:
+        n, law = torch.zeros((), dtype=torch.long, device=p.device), p[0].float()
+    else:
+        if q.shape[-1] < width:  # a draft with fewer rows: it gives the missing ids probability 0
+            q = torch.nn.functional.pad(q, (0, width - q.shape[-1]))
+        p, q, at = p.float(), q[:, :width].float(), tokens[:, None]
+        # Accept x with probability min(1, p(x) / q(x)): r < p / q without dividing by zero.
+        r = torch.rand(g, device=p.device, generator=generator)
+        accept = r * q.gather(1, at)[:, 0] < p[:g].gather(1, at)[:, 0]
+        n = accept.long().cumprod(0).sum()
+        # The first rejected position draws from the residual, a full acceptance from p at the end.
+        p_n, q_n = p[n], q[n.clamp(max=g - 1)]
+        law = torch.where(n < g, residual(p_n, q_n), p_n)
+    x = sample(law, generator)
+    n, x, total = torch.stack((n.double(), x.double(), law.double().sum())).tolist()  # one synchronisation
+    if not math.isfinite(total):
+        raise ValueError(f"the target's law at row {int(n)} holds NaN: no token can be drawn from it")
+    return int(n), int(x)
+
+
+@dataclass
+class Proposal:
+    """What a drafter offers: tokens [g] and the laws q [g, V] they were drawn from."""
+
+    tokens: LongTensor
+    q: Tensor
+
+
+def draft_and_verify(model: CachedModel, drafter: "Drafter", ids: LongTensor, room: int, width: int,
+                     params: SamplingParams, generator) -> tuple[Round, LongTensor, Tensor]:
+    """One round after the prefix `ids` [n]: at most room - 1 proposals, then the model's own token.
+
+    Returns the round, its m = n_accepted + 1 new ids [m], each an exact sample of the model's law, and those
+    laws [m, width]. Both caches are left holding what was accepted.
+    """
+    proposal = drafter.propose(ids, room - 1)
+    g = proposal.tokens.shape[0]
+    p = model.law(torch.cat((ids, proposal.tokens)), params, keep=g + 1, width=width)
+    n, x = verify(p, proposal.q, proposal.tokens, generator)
+    kept = ids.shape[0] + n  # x itself has been fed to nobody yet
+    model.rollback(kept)
+    round = Round(proposed=g, accepted=n, emitted=n + 1)
+    drafter.keep(kept, round)
+    return round, torch.cat((proposal.tokens[:n], proposal.tokens.new_tensor([x]))), p[: n + 1]
+
+
+# ------------------------------------------------------------------------------------------------- drafters
+
+
+class Drafter:
+    """Who proposes, and is told what was kept. A subclass implements `propose`, and `rollback` if it has a
+    cache.
+
+    gamma: an int, or the GammaController that says how many tokens to propose in each round.
+    begin() is called once a generation, so that no state survives from one call into the next.
+    """
+
+    name = "drafter"
+
+    def __init__(self, gamma: "GammaController | int" = 4):
+        self.gamma = gamma if isinstance(gamma, GammaController) else FixedGamma(gamma)
+
+    def begin(self, target: CachedModel, params: SamplingParams, generator: torch.Generator) -> None:
+        """A new generation for `target`, whose logit width the rows of q must have."""
+        self.width, self.device = target.vocab_size, target.device
+        self.params, self.generator = params, generator
+        self.level = Level(self.name)
+        self.gamma.begin()
+
+    def propose(self, ids: LongTensor, limit: int) -> Proposal:
+        """At most min(gamma, limit) tokens to follow the sequence `ids` [n]; none at all is allowed."""
+        raise NotImplementedError
+
+    def keep(self, length: int, round: Round) -> None:
+        """What became of the proposal: the sequence is right up to `length` tokens."""
+        self.level.add(round)
+        self.gamma.update(round)
+        self.rollback(length)
+
+    def rollback(self, length: int) -> None:
+        """Forget all but the first `length` tokens of the sequence."""
+
+    @property
+    def levels(self) -> list[Level]:
+        """The counts of every level below the target, smallest first."""
+        return [self.level]
+
+    def proposal(self, tokens: LongTensor, q: list[Tensor]) -> Proposal:
+        return Proposal(tokens, torch.cat(q) if q else torch.empty(0, self.width, device=self.device))
+
+
+class ModelDrafter(Drafter):
+    """A draft model proposes token by token, as in the papers."""
+
+    def __init__(self, model, gamma: "GammaController | int" = 4):
+        super().__init__(gamma)
+        self.model = as_cached(model)
+        self.name = self.model.name
+
+    def begin(self, target, params, generator):
+        super().begin(target, params, generator)
+        self.model.reset()
+
+    def propose(self, ids, limit):
+        n = ids.shape[0]
+        limit = min(limit, self.gamma.propose(), draft_room(self.model, n))
+        q = []
+        while len(q) < limit:
+            row = self.model.law(ids, self.params, width=self.width).to(self.device)
+            x = sample(row, self.generator)
+            ids, q = torch.cat((ids, x)), [*q, row]
+            # A controller may stop because of a token that was drawn, but that token stays in the proposal:
+            # throwing it away would bend the law.
+            if self.gamma.looks_at_tokens and self.gamma.stop(float(row[0, x])):
+                break
+        return self.proposal(ids[n:], q)
+
+    def rollback(self, length):
+        self.model.rollback(length)
+
+    @property
+    def levels(self):
+        self.level.forwards = self.model.forwards
+        return [self.level]
+
+
+class StageDrafter(Drafter):
+    """A middle stage of a cascade: a model with a drafter of its own (staged speculative decoding, Spector
+    and Re 2023, arXiv:2308.04623; the course project's cache hierarchy).
+
+    It runs draft-and-verify rounds until it has gamma tokens. Each of them is an exact sample of this model's
+    law given all that stands before it, so that law is the q under which the next model judges it.
+    """
+
+    def __init__(self, model, drafter: Drafter, gamma: "GammaController | int" = 4):
+        super().__init__(gamma)
+        self.model = as_cached(model)
+        self.name = self.model.name
+        self.drafter = drafter
+
+    def begin(self, target, params, generator):
+        super().begin(target, params, generator)
+        self.model.reset()
+        self.drafter.begin(target, params, generator)
+
+    def propose(self, ids, limit):
+        n, q = ids.shape[0], []
+        end = n + min(limit, self.gamma.propose(), draft_room(self.model, n))
+        while ids.shape[0] < end:
+            room = end - ids.shape[0]
+            _, new, laws = draft_and_verify(
+                self.model, self.drafter, ids, room, self.width, self.params, self.generator
+            )
+            ids, q = torch.cat((ids, new)), [*q, laws.to(self.device)]
+        return self.proposal(ids[n:], q)
+
+    def rollback(self, length):
+        self.model.rollback(length)
+        self.drafter.rollback(length)
+
+    @property
+    def levels(self):
+        self.level.forwards = self.model.forwards
+        return [*self.drafter.levels, self.level]
+
+
+class NGramDrafter(Drafter):
+    """Prompt lookup (Saxena 2023): propose what followed the latest earlier occurrence of the last n tokens.
+
+    Longer matches first, from max_ngram down to min_ngram. q is one-hot: nothing was left to chance, and x is
+    accepted with probability p(x). A match that runs into the end of the text is continued periodically, so
+    that a loop in the text is proposed to the full gamma.
+    """
+
+    name = "lookup"
+
+    def __init__(self, gamma: "GammaController | int" = 4, max_ngram: int = 3, min_ngram: int = 1):
+        super().__init__(gamma)
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"1 <= min_ngram <= max_ngram is needed, got {min_ngram} and {max_ngram}")
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+
+    def propose(self, ids, limit):
+        limit = min(limit, self.gamma.propose())
+        start = self.match(ids) if limit > 0 else None
+        if start is None:
+            return self.proposal(ids[:0], [])
+        period = ids.shape[0] - start
+        tokens = ids[start + torch.arange(limit, device=ids.device) % period]
+        return self.proposal(tokens, [torch.nn.functional.one_hot(tokens, self.width).float()])
+
+    def match(self, ids: LongTensor) -> int | None:
+        """The index just behind the latest earlier occurrence of the longest matching suffix, or None."""
+        n = ids.shape[0]
+        for size in range(min(self.max_ngram, n - 1), self.min_ngram - 1, -1):
+            windows = ids[:-1].unfold(0, size, 1)  # every occurrence that ends before the last token
+            found = (windows == ids[n - size :]).all(dim=1).nonzero()
+            if found.numel():
+                return int(found[-1, 0]) + size
+        return None
+
+
+def draft_room(model: CachedModel, n: int) -> int:
+    """How many tokens a draft can propose after n: its context may be shorter than the target's."""
+    return 2**62 if model.context_length is None else model.context_length - n + 1
+
+
+# ----------------------------------------------------------------------------------------- gamma controllers
+
+
+class GammaController:
+    """How many tokens the draft proposes in a round. The default is a constant; see the subclasses.
+
+    A controller sees only the rounds before (update) and the draft's probability of tokens already drawn and
+    kept (stop), never the clock: the same seed gives the same tokens.
+    """
+
+    looks_at_tokens = False  # whether stop() is asked after each drawn token (it costs a synchronisation)
+
+    def __init__(self, gamma: int, low: int = 1, high: int = 16):
+        if any(not isinstance(g, int) or isinstance(g, bool) for g in (gamma, low, high)):
+            raise ValueError(f"gamma must be a whole number, got {gamma!r} in [{low!r}, {high!r}]")
+        if not max(low, 1) <= gamma <= high:
+            raise ValueError(f"gamma must be at least 1 and within [{low}, {high}], got {gamma}")
+        self.first, self.low, self.high = gamma, low, high
+        self.begin()
+
+    def begin(self) -> None:
+        """A new generation: forget what was learnt."""
+        self.gamma = self.first
+
+    def propose(self) -> int:
+        return self.gamma
+
+    def stop(self, q_x: float) -> bool:
+        """Whether to stop behind a token that was drawn, and is kept, with draft probability q_x."""
+        return False
+
+    def update(self, round: Round) -> None:
+        """Learn from a round. A round without a proposal teaches nothing."""
+
+    def clamp(self, gamma: float) -> int:
+        return max(self.low, min(self.high, int(gamma)))
+
+
+class FixedGamma(GammaController):
+    """The same gamma in every round (Leviathan et al. 2023, algorithm 1)."""
+
+    def __init__(self, gamma: int = 4):
+        super().__init__(gamma, high=2**31)
+
+
+class AIMDGamma(GammaController):
+    """Additive increase after a fully accepted round, multiplicative decrease otherwise, as TCP's congestion
+    window (RFC 5681); the course project's `specSampling_new`."""
+
+    def __init__(self, gamma: int = 4, increase: int = 1, decrease: float = 0.5, low: int = 1, high: int = 16):
+        super().__init__(gamma, low, high)
+        self.increase, self.decrease = increase, decrease
+
+    def update(self, round):
+        if round.proposed:
+            full = round.accepted == round.proposed
+            self.gamma = self.clamp(self.gamma + self.increase if full else self.gamma * self.decrease)
+
+
+class HeuristicGamma(GammaController):
+    """transformers' `num_assistant_tokens_schedule="heuristic"`: +2 after full acceptance, else -1."""
+
+    def update(self, round):
+        if round.proposed:
+            self.gamma = self.clamp(self.gamma + (2 if round.accepted == round.proposed else -1))
+
+
+class ConfidenceGamma(GammaController):
+    """Stop drafting behind the first token whose draft probability is under the threshold; transformers'
+    `assistant_confidence_threshold` (0.4). gamma is the most a round proposes."""
+
+    looks_at_tokens = True
+
+    def __init__(self, gamma: int = 16, threshold: float = 0.4):
+        super().__init__(gamma, high=max(gamma, 16))
+        self.threshold = threshold
+
+    def stop(self, q_x):
+        return q_x < self.threshold
+
+
+class CostAwareGamma(GammaController):
+    """The gamma of the greatest expected speed under a running alpha and costs measured beforehand:
+
+        speed(gamma) = (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + v(gamma)))
+
+    Leviathan et al. 2023, theorem 3.8, with the verification's cost v(gamma) in place of their 1. It answers
+    0 when drafting does not pay, and then probes with one token every `probe` rounds, as alpha may change.
+
+    c: draft step time / target step time. v: v[gamma] = time of a target forward over gamma + 1 tokens / over
+    one; its length bounds gamma. alpha starts at `alpha`, worth `weight` judged tokens, and older rounds
+    fade with `decay`.
+    """
+
+    def __init__(self, c: float, v: list[float], alpha: float = 0.6, weight: float = 4.0, decay: float = 0.95,
+                 probe: int = 16):
+        if len(v) < 2 or not c >= 0 or min(v) <= 0:
+            raise ValueError("costs: c >= 0 and at least two positive v are needed")
+        self.c, self.v, self.alpha, self.weight, self.decay, self.probe = c, v, alpha, weight, decay, probe
+        super().__init__(gamma=1, low=0, high=len(v) - 1)
+
+    def begin(self):
+        self.accepted, self.judged, self.idle = self.alpha * self.weight, self.weight, 0
+
+    def propose(self):
+        alpha = self.accepted / self.judged
+        best = max(range(self.high + 1), key=lambda gamma: self.speed(alpha, gamma))
+        self.idle = self.idle + 1 if best == 0 else 0
+        return 1 if self.idle and self.idle % self.probe == 0 else best
+
+    def speed(self, alpha: float, gamma: int) -> float:
+        """Tokens per target step time, expected."""
+        return expected_tokens(alpha, gamma) / (gamma * self.c + self.v[gamma])
+
+    def update(self, round):
+        if round.proposed:
+            self.accepted = self.decay * self.accepted + round.accepted
+            self.judged = self.decay * self.judged + round.judged
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)."""
+    return sum(alpha**i for i in range(gamma + 1))
+
+
+# ----------------------------------------------------------------------------------------- the samplers
+
+
+def speculative_sampling(target, draft, prompt, params: SamplingParams, gamma: int = 4,
+                         on_tokens: OnTokens | None = None) -> Generation:
+    """Speculative decoding with a fixed gamma; the law is exactly the target's under `params`.
+
+    target, draft: causal LMs or CachedModels; draft may also be a Drafter, such as NGramDrafter(gamma), which
+    then brings its own gamma. prompt: list of ids, [n] or [1, n] tensor. on_tokens(ids) is called at each
+    commit. Raises ValueError for gamma < 1, an empty prompt, an id outside the vocabulary, a prompt longer
+    than the target's context.
+    """
+    return drafted_sampling(target, as_drafter(draft, FixedGamma(gamma), target), prompt, params, on_tokens)
+
+
+def speculative_sampling_dynamic(target, draft, prompt, params: SamplingParams,
+                                 gamma: GammaController | None = None,
+                                 on_tokens: OnTokens | None = None) -> Generation:
+    """Speculative decoding whose gamma a controller chooses round by round; None is AIMD from 4."""
+    controller = AIMDGamma(4) if gamma is None else gamma
+    return drafted_sampling(target, as_drafter(draft, controller, target), prompt, params, on_tokens)
+
+
+def speculative_sampling_multi(target, drafts, prompt, params: SamplingParams, gammas: list[int] | None = None,
+                               on_tokens: OnTokens | None = None) -> Generation:
+    """Speculative decoding in stages, as in a cache hierarchy: drafts[0], the smallest, drafts for drafts[1],
+    whose verified tokens are the proposal to the next, and so on up to the target.
+
+    gammas[i]: how many tokens stage i proposes to the stage above it (default 4 each). drafts[0] may be a
+    Drafter such as NGramDrafter. Raises ValueError as speculative_sampling, and when there are no drafts or
+    not one gamma for each.
+    """
+    drafts = list(drafts)
+    gammas = [4] * len(drafts) if gammas is None else list(gammas)
+    if not drafts or len(gammas) != len(drafts):
+        raise ValueError(f"one gamma for each draft is needed, got {len(gammas)} for {len(drafts)} drafts")
+    drafter = as_drafter(drafts[0], FixedGamma(gammas[0]), target)
+    for model, gamma in zip(drafts[1:], gammas[1:]):
+        drafter = StageDrafter(apart(model, target), drafter, gamma)
+    return drafted_sampling(target, drafter, prompt, params, on_tokens)
+
+
+def drafted_sampling(target, drafter: Drafter, prompt, params: SamplingParams,
+                     on_tokens: OnTokens | None = None) -> Generation:
+    """Decode with any Drafter: what the three samplers above, and every later drafter, come down to."""
+    target = as_cached(target)
+    generator = params.generator(target.device)
+    drafter.begin(target, params, generator)
+
+    def step(ids, room):
+        round, new, _ = draft_and_verify(target, drafter, ids, room, target.vocab_size, params, generator)
+        return round, new
+
+    out = decode(step, target, prompt, params, on_tokens)
+    out.levels = drafter.levels
+    out.draft_forwards = sum(level.forwards for level in out.levels)
+    return out
+
+
+def as_drafter(draft, gamma: GammaController, target) -> Drafter:
+    return draft if isinstance(draft, Drafter) else ModelDrafter(apart(draft, target), gamma)
+
+
+def apart(draft, target):
+    """A draft that is the very CachedModel of the target gets a cache of its own."""
+    return draft.model if isinstance(draft, CachedModel) and draft is target else draft

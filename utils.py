@@ -1,0 +1,155 @@
+"""Sampling mathematics: temperature, top-k, top-p, normalisation, drawing, residual.
+
+Pure functions on tensors: no model, no clock, no file. The letters are those of Leviathan et al. 2023
+(Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192): p is the target's law,
+q the draft's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import LongTensor, Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop; the same object drives every decoder.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 are off; seed None is fresh randomness, 0 a seed like any
+    other. Raises ValueError for values outside these ranges.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 200
+    stop_token_ids: tuple[int, ...] = ()  # an int or any iterable of ints is accepted
+    seed: int | None = None
+
+    def __post_init__(self):
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        stops = self.stop_token_ids
+        if stops is None:
+            stops = ()
+        elif not isinstance(stops, Iterable):
+            stops = (stops,)
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in stops))
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """norm_logits under these parameters: [..., V] logits -> [..., V] float32 probabilities."""
+        return norm_logits(logits, self.temperature, self.top_k, self.top_p)
+
+    def generator(self, device) -> torch.Generator:
+        """A generator of its own for one call, so that the global random state is never touched."""
+        generator = torch.Generator(device=device)
+        generator.seed() if self.seed is None else generator.manual_seed(self.seed)
+        return generator
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError unless temperature >= 0, top_k >= 0 and 0 <= top_p <= 1 (NaN is refused too)."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if top_k < 0 or top_k != int(top_k):
+        raise ValueError(f"top_k must be 0 (off) or a positive whole number, got {top_k}")
+    if not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must lie in [0, 1] (1 = off), got {top_p}")
+
+
+def top_k_top_p_filter(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Cut the tail of each row: [..., V] logits -> [..., V] logits, -inf where cut; the input stays as it was.
+
+    top_k keeps the k largest; of equal logits at the edge the lower ids are kept, so exactly k remain.
+    top_p then keeps the smallest set of the most likely tokens whose probability, renormalised after top-k,
+    reaches top_p (nucleus sampling, Holtzman et al. 2020, section 3.1); the most likely one is always kept,
+    so top_p = 0 leaves just that.
+    """
+    check_sampling(1.0, top_k, top_p)
+    if 0 < top_k < logits.shape[-1]:
+        edge = logits.topk(top_k, dim=-1).values[..., -1:]
+        above, level = logits > edge, logits == edge
+        room = top_k - above.sum(dim=-1, keepdim=True)
+        logits = logits.masked_fill(~(above | (level & (level.cumsum(dim=-1) <= room))), float("-inf"))
+    if top_p < 1:
+        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # equals stay in id order
+        probs = ordered.float().softmax(dim=-1)
+        keep = probs.cumsum(dim=-1) - probs < top_p  # the mass of all more likely tokens
+        keep[..., 0] = True
+        logits = logits.masked_fill(~keep.scatter(-1, order, keep), float("-inf"))
+    return logits
+
+
+def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Logits to the law tokens are drawn from: [..., V] any float dtype -> [..., V] float32, rows sum to 1.
+
+    temperature 0 is one-hot at the largest logit (the lowest id among equals), so greedy decoding needs no
+    special case anywhere else. Raises ValueError where a row has NaN or nothing but -inf; +inf takes all.
+    """
+    check_sampling(temperature, top_k, top_p)
+    logits = logits.float()
+    top = logits.amax(dim=-1, keepdim=True)  # amax carries NaN along
+    if not bool((top > float("-inf")).all()):
+        raise ValueError("logits hold NaN, or a row of nothing but -inf: no token can be drawn from them")
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow.
+    shifted = torch.where(logits == top, 0.0, logits - top)
+    return top_k_top_p_filter(shifted / temperature, top_k, top_p).softmax(dim=-1)
+
+
+def sample(probs: Tensor, generator: torch.Generator | None = None) -> LongTensor:
+    """Draw one id a row: [..., V] probabilities -> [...] ids. A token of probability 0 is never drawn.
+
+    Inversion: the first id whose cumulative probability exceeds u ~ U[0, 1). In float64, since a float32 sum
+    over 50,000 ids, or 24 random bits, would bend the law of the rare tokens. Zero columns at the end (a
+    padded vocabulary) do not change what a seed draws.
+    """
+    cdf = probs.double().cumsum(dim=-1)
+    total = cdf[..., -1:].contiguous()
+    u = torch.rand(total.shape, dtype=torch.float64, device=probs.device, generator=generator) * total
+    u = torch.minimum(u, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up to total
+    return torch.searchsorted(cdf, u, right=True).squeeze(-1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(p - q, 0)), row by row: [..., V] -> [..., V] (Leviathan et al. 2023, section 2.3).
+
+    A row that sums to zero (q covers p, up to rounding) falls back to p.
+    """
+    rest = (p - q).clamp(min=0)
+    total = rest.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, rest / total.where(total > 0, 1.0), p)
+
+
+def fit_width(logits: Tensor, width: int) -> Tensor:
+    """Bring the draft's logits to the target's vocabulary: [..., V'] -> [..., width].
+
+    Ids past the target's width are cut, so they are never proposed; ids the draft does not have get -inf,
+    which is q = 0.
+    """
+    have = logits.shape[-1]
+    if have == width:
+        return logits
+    if have > width:
+        return logits[..., :width]
+    return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
+
+
+def ids_of(prompt) -> list[int]:
+    """A prompt as a list of ids; takes a list or tuple of ids, a [n] or a [1, n] tensor.
+
+    Raises ValueError for an empty prompt, a batch of several, or anything that is not whole numbers.
+    """
+    if hasattr(prompt, "tolist"):  # torch and numpy alike
+        prompt = prompt.tolist()
+    prompt = list(prompt)
+    if len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if not prompt:
+        raise ValueError("the prompt is empty: at least one token id is needed")
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+        raise ValueError("the prompt must be a list of ids, a [n] or a [1, n] tensor of whole numbers")
+    return prompt
