@@ -4,15 +4,13 @@ A pair is a target and its drafts, smallest first. Models are folders in the for
 `models/<last part of the name>`, filled by downloadModel.py, or any other folder. Weights are read from
 safetensors only and no code of a model's author is run.
 """
+# torch and transformers are imported by the functions that need them: the download scripts read the table
+# too, and answer at once instead of after seconds.
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import transformers
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODELS = Path(__file__).resolve().parent / "models"
 MANIFEST = "manifest.json"  # written last by downloadModel.py: where a model comes from, and its files' sizes
@@ -56,6 +54,7 @@ def resolve_pair(name="auto", target=None, drafts=None):
         label = "+".join(Path(part).name for part in (target, *drafts))
         return Pair(label, target, drafts, drafts[0] if drafts else None, "given")
     if name == "auto":
+        import torch
         pythia = PAIRS["pythia"]
         ready = torch.cuda.is_available() and all(map(_is_here, (pythia.target, *pythia.drafts)))
         name = "pythia" if ready else "smollm2"
@@ -149,6 +148,7 @@ def _safetensors_size(path):
 
 def pick_device(name="auto"):
     """The torch.device for "auto" (CUDA where there is one), "cuda", "cuda:1" or "cpu"; else ValueError."""
+    import torch
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -168,6 +168,7 @@ def pick_dtype(name, device, for_ppl=False):
     auto on CUDA is float16 for speed and float32 for perplexity, as in the course project (its float16
     perplexities became infinite); on a CPU it is float32.
     """
+    import torch
     if name == "auto":
         return torch.float16 if torch.device(device).type == "cuda" and not for_ppl else torch.float32
     if name not in ("float32", "bfloat16", "float16"):
@@ -181,6 +182,8 @@ def load_model(name, device, dtype):
     One that does not fit into the GPU's free memory is spread by accelerate (device_map="auto") over all
     GPUs and the main memory. ValueError: not here, not whole, or not to be loaded without the author's code.
     """
+    import torch
+    import transformers
     folder = model_path(name)
     device = torch.device(device)
     placement = device
@@ -190,7 +193,7 @@ def load_model(name, device, dtype):
         placement = device if fits else "auto"
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, device_map=placement, use_safetensors=True, trust_remote_code=False,
             local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:
@@ -202,15 +205,17 @@ def load_model(name, device, dtype):
 
 def n_parameters(folder):
     """The number of parameters in the safetensors files of a folder, read from their headers."""
+    from safetensors import safe_open
     count = 0
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            count += sum(torch.Size(file.get_slice(key).get_shape()).numel() for key in file.keys())
+            count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())
     return count
 
 
 def load_tokenizer(name):
     """The tokenizer in the folder of that model. ValueError: not here, or it has none that can be read."""
+    from transformers import AutoTokenizer
     folder = model_path(name)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
