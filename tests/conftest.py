@@ -75,5 +75,5 @@ def tiny_model(family, seed=0, sharpness=1.0, **shape):
 
 @pytest.fixture(scope="session")
 def tiny_models():
-    """The factory `tiny_model(family, seed=0, sharpness=1.0, vocab=, hidden=, layers=, positions=, window=)`."""
+    """The factory: see tiny_model."""
     return tiny_model
