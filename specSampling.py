@@ -25,29 +25,37 @@ def verify(p: Tensor, q: Tensor, tokens: LongTensor, generator=None) -> tuple[in
     p: [g+1, V] the target's laws before each drafted token and after the last; q: [g, V] the laws the tokens
     were drawn from; tokens: [g] ids. Returns (n_accepted, next_token). Emitting tokens[:n_accepted] and then
     next_token is distributed exactly as drawing from p token by token (Leviathan et al. 2023, appendix A.1).
-    The inputs stay as they were. Raises ValueError when shapes do not fit or p holds NaN.
+    The laws may differ in width: an id that only one of them has is given probability 0 by the other. The
+    inputs stay as they were. Raises ValueError when the rows do not fit or p or q holds NaN.
     """
-    g, width = tokens.shape[0], p.shape[-1]
+    g = tokens.shape[0]
     if p.shape[0] != g + 1 or q.shape[0] != g:
         raise ValueError(f"{g} tokens need {g + 1} rows of p and {g} of q, got {p.shape[0]} and {q.shape[0]}")
     if g == 0:
         n, law = torch.zeros((), dtype=torch.long, device=p.device), p[0].float()
     else:
-        if q.shape[-1] < width:  # a draft with fewer rows: it gives the missing ids probability 0
-            q = torch.nn.functional.pad(q, (0, width - q.shape[-1]))
-        p, q, at = p.float(), q[:, :width].float(), tokens[:, None]
-        # Accept x with probability min(1, p(x) / q(x)): r < p / q without dividing by zero.
-        r = torch.rand(g, device=p.device, generator=generator)
+        width = max(p.shape[-1], q.shape[-1])
+        p, q, at = widened(p, width), widened(q, width), tokens[:, None]
+        # Accept x with probability min(1, p(x) / q(x)): r < p / q without dividing by zero. In float64, since
+        # the 24 random bits of a float32 would accept the rare tokens too often.
+        r = torch.rand(g, dtype=torch.float64, device=p.device, generator=generator)
         accept = r * q.gather(1, at)[:, 0] < p[:g].gather(1, at)[:, 0]
         n = accept.long().cumprod(0).sum()
         # The first rejected position draws from the residual, a full acceptance from p at the end.
         p_n, q_n = p[n], q[n.clamp(max=g - 1)]
         law = torch.where(n < g, residual(p_n, q_n), p_n)
     x = sample(law, generator)
-    n, x, total = torch.stack((n.double(), x.double(), law.double().sum())).tolist()  # one synchronisation
+    total = p.sum() + q.sum()
+    n, x, total = torch.stack((n.double(), x.double(), total.double())).tolist()  # one synchronisation
     if not math.isfinite(total):
-        raise ValueError(f"the target's law at row {int(n)} holds NaN: no token can be drawn from it")
+        raise ValueError("the laws p or q hold NaN: no token can be drawn from them")
     return int(n), int(x)
+
+
+def widened(probs: Tensor, width: int) -> Tensor:
+    """[..., V] -> [..., width] float32, zeros at the end."""
+    probs = probs.float()
+    return probs if probs.shape[-1] == width else torch.nn.functional.pad(probs, (0, width - probs.shape[-1]))
 
 
 @dataclass

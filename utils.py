@@ -29,8 +29,8 @@ class SamplingParams:
 
     def __post_init__(self):
         check_sampling(self.temperature, self.top_k, self.top_p)
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        if self.max_new_tokens < 0 or self.max_new_tokens != int(self.max_new_tokens):
+            raise ValueError(f"max_new_tokens must be a whole number, 0 or more, got {self.max_new_tokens}")
         stops = self.stop_token_ids
         if stops is None:
             stops = ()
@@ -95,7 +95,9 @@ def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
         raise ValueError("logits hold NaN, or a row of nothing but -inf: no token can be drawn from them")
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow.
+    # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow; outside float32's
+    # range it would be 0 or infinity.
+    temperature = min(max(temperature, 1e-37), 1e37)
     shifted = torch.where(logits == top, 0.0, logits - top)
     return top_k_top_p_filter(shifted / temperature, top_k, top_p).softmax(dim=-1)
 
