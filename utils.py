@@ -32,6 +32,8 @@ class SamplingParams:
         if self.max_new_tokens < 0 or self.max_new_tokens != int(self.max_new_tokens):
             raise ValueError(f"max_new_tokens must be a whole number, 0 or more, got {self.max_new_tokens}")
         stops = self.stop_token_ids
+        if hasattr(stops, "tolist"):  # torch and numpy alike
+            stops = stops.tolist()
         if stops is None:
             stops = ()
         elif not isinstance(stops, Iterable):

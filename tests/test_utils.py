@@ -1,0 +1,305 @@
+"""The sampling mathematics against definitions written out in float64, and against transformers' own warpers."""
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from tabular import chi_square_p, law_by_hand
+from utils import SamplingParams, fit_width, ids_of, norm_logits, residual, sample, top_k_top_p_filter
+
+exact = settings(derandomize=True, deadline=None, database=None, max_examples=60)
+INF, NAN = float("inf"), float("nan")
+
+# Logits from a small set of values have ties, often.
+values = st.one_of(st.integers(-3, 3).map(float), st.floats(-20, 20, width=32), st.just(-INF))
+rows = st.lists(values, min_size=1, max_size=12).filter(lambda row: max(row) > -INF)
+temperatures = st.sampled_from([1e-6, 0.3, 1.0, 1.7, 50.0])
+top_ks = st.integers(0, 14)
+top_ps = st.one_of(st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.floats(0, 1))
+dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+
+
+# ------------------------------------------------------------------------------------ norm_logits, the filter
+
+
+@exact
+@given(rows, st.one_of(st.just(0.0), temperatures), top_ks, top_ps, dtypes)
+def test_rows_are_laws_and_the_input_stays(row, temperature, top_k, top_p, dtype):
+    logits = torch.tensor([row, row[::-1]], dtype=dtype)
+    before = logits.clone()
+    probs = norm_logits(logits, temperature, top_k, top_p)
+    assert probs.dtype == torch.float32 and probs.shape == logits.shape
+    assert torch.equal(logits, before)
+    assert bool((probs >= 0).all()) and torch.allclose(probs.sum(-1), torch.ones(2), atol=1e-6)
+    assert bool((probs[logits == -INF] == 0).all())
+    assert bool(probs[0, logits[0].argmax()] > 0)
+
+
+@exact
+@given(rows, top_ks)
+def test_top_k_keeps_exactly_k_and_the_lower_ids_of_equals(row, k):
+    logits = torch.tensor(row)
+    cut = top_k_top_p_filter(logits, top_k=k)
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    keep = order[:k] if k else order
+    assert [i for i in range(len(row)) if cut[i] > -INF] == sorted(i for i in keep if row[i] > -INF)
+    assert all(cut[i] == row[i] for i in keep)
+    assert k == 0 or int((norm_logits(logits, 1.0, k) > 0).sum()) <= k
+
+
+@exact
+@given(rows, st.floats(0.01, 0.99))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(row, top_p):
+    logits = torch.tensor(row, dtype=torch.float64)
+    probs, kept = logits.softmax(-1), top_k_top_p_filter(logits.float(), top_p=top_p) > -INF
+    mass, slack = float(probs[kept].sum()), 1e-6
+    assert mass >= top_p - slack
+    assert mass - float(probs[kept].min()) < top_p + slack  # without its least likely token it falls short
+    assert float(probs[~kept].max() if not kept.all() else 0) <= float(probs[kept].min()) + slack
+
+
+@pytest.mark.parametrize("top_p, kept", [(0.0, [1]), (0.4, [1]), (0.5, [1]), (0.51, [1, 0]), (0.75, [1, 0]),
+                                         (0.76, [1, 0, 3]), (0.9, [1, 0, 3, 2]), (1.0, [1, 0, 3, 2])])
+def test_top_p_at_its_edges(top_p, kept):
+    """1/2, 1/4, 1/8, 1/8: sums are exact, so that reaching top_p and passing it are told apart."""
+    logits = torch.tensor([0.25, 0.5, 0.125, 0.125]).log2() * math.log(2)
+    expected = sorted(kept if top_p != 0.76 else [1, 0, 2])  # of equals, the lower id first
+    assert (norm_logits(logits, top_p=top_p) > 0).nonzero()[:, 0].tolist() == expected
+
+
+@exact
+@given(rows, temperatures)
+def test_top_p_0_is_the_most_likely_token(row, temperature):
+    probs = norm_logits(torch.tensor(row), temperature, top_p=0.0)
+    assert probs.tolist() == norm_logits(torch.tensor(row), 0.0).tolist()
+
+
+def test_ties_at_temperature_0_go_to_the_lowest_id():
+    assert norm_logits(torch.tensor([1.0, 3, 3, 2]), 0.0).tolist() == [0, 1, 0, 0]
+    assert norm_logits(torch.tensor([[0.0, 0], [-INF, 5]]), 0.0).tolist() == [[1, 0], [0, 1]]
+
+
+@exact
+@given(st.lists(st.integers(-400, 400), min_size=2, max_size=12, unique=True),
+       temperatures.filter(lambda t: t > 1e-3), top_ks, st.floats(0.05, 1))
+def test_the_order_of_transformers_warpers(values, temperature, top_k, top_p):
+    """Temperature, then top-k, then top-p, where no two logits are equal."""
+    logits = torch.tensor([values]).float() / 50
+    warped = TemperatureLogitsWarper(temperature)(None, logits.clone())
+    if top_k:
+        warped = TopKLogitsWarper(top_k)(None, warped)
+    before = warped.double().softmax(-1)
+    edges = before.sort(descending=True).values.cumsum(-1)
+    assume(float((edges - top_p).abs().min()) > 1e-5)  # at an edge, rounding decides in either code
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    assert torch.allclose(norm_logits(logits, temperature, top_k, top_p), warped.softmax(-1), atol=1e-6)
+
+
+@exact
+@given(st.lists(st.integers(-400, 400), min_size=1, max_size=12, unique=True), temperatures, top_ks)
+def test_the_law_by_hand(values, temperature, top_k):
+    row = [v / 50 for v in values]
+    expected = law_by_hand(torch.tensor(row).tolist(), temperature, top_k)
+    assert np.allclose(norm_logits(torch.tensor(row), temperature, top_k).numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(5, 5000, generator=generator)).to(dtype)
+    for how in ({}, {"top_k": 50}, {"top_p": 0.9}, {"temperature": 0.1, "top_k": 50, "top_p": 0.9}):
+        assert torch.equal(norm_logits(logits, **how), norm_logits(logits.float(), **how))
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-50, 1e-40, 1e-6, 1e-3])
+def test_a_tiny_temperature_is_greedy_and_shares_between_equals(temperature):
+    logits = torch.tensor([1.0, 2.0, 2.0, -1e30, -INF])
+    assert norm_logits(logits, temperature).tolist() == [0, 0.5, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_a_huge_temperature_is_uniform_over_what_is_possible(temperature):
+    assert norm_logits(torch.tensor([1.0, -5, 3, 4, -INF]), temperature).tolist() == [0.25] * 4 + [0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 1e6])
+def test_huge_logits(temperature):
+    assert norm_logits(torch.tensor([1e30, -1e30, 3e38, -3e38, 0]), temperature).tolist() == [0, 0, 1, 0, 0]
+    assert norm_logits(torch.tensor([0.0, INF, 3.0]), temperature).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("row", [[0.0, NAN, 1.0], [NAN, NAN], [-INF, NAN], [INF, NAN], [-INF, -INF]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_without_a_law_raise(row, temperature):
+    with pytest.raises(ValueError, match="NaN"):
+        norm_logits(torch.tensor([[0.0] * len(row), row]), temperature)
+
+
+def test_leading_dimensions():
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
+    probs = norm_logits(logits, 0.7, 4, 0.8)
+    assert torch.equal(probs[1, 2], norm_logits(logits[1, 2], 0.7, 4, 0.8))
+    assert sample(probs).shape == (2, 3) and sample(probs[0, 0]).shape == ()
+    assert residual(probs, probs.flip(0)).shape == probs.shape
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=-0.1), dict(temperature=NAN), dict(temperature=INF),
+                                 dict(top_k=-1), dict(top_k=1.5), dict(top_p=-0.01), dict(top_p=1.01), dict(top_p=NAN)])
+def test_values_out_of_range_raise(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        norm_logits(torch.zeros(3), **bad)
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)
+    if "temperature" not in bad:
+        with pytest.raises(ValueError):
+            top_k_top_p_filter(torch.zeros(3), **bad)
+
+
+# ------------------------------------------------------------------------------------------- sample, residual
+
+
+def test_sample_follows_the_law():
+    probs = torch.tensor([0.0, 0.4, 0.05, 0.0, 0.25, 0.3, 0.0])
+    drawn = sample(probs.expand(50_000, 7), torch.Generator().manual_seed(0))
+    counts = dict(zip(*(t.tolist() for t in drawn.unique(return_counts=True))))
+    assert chi_square_p(counts, dict(enumerate(probs.double().tolist()))) > 1e-4
+    assert chi_square_p(counts, dict(enumerate(torch.tensor([0, 0.42, 0.05, 0, 0.25, 0.28, 0]).tolist()))) < 1e-6
+
+
+@pytest.mark.parametrize("u, expected", [(0.0, 1), (0.25 - 1e-12, 1), (0.25, 3), (0.5, 4), (1 - 2**-53, 4)])
+def test_sample_inverts_the_cumulative_law(monkeypatch, u, expected):
+    """Zeros at the start, in the middle and at the end, and the largest and smallest uniforms there are."""
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype=None, **kw: torch.full(shape, u, dtype=dtype))
+    assert int(sample(torch.tensor([0.0, 0.25, 0.0, 0.25, 0.5, 0.0, 0.0]))) == expected
+
+
+@exact
+@given(st.lists(st.sampled_from([0.0, 0.0, 1e-38, 1e-7, 0.1, 1.0]), min_size=1, max_size=8), st.integers(0, 10**6))
+def test_a_token_of_probability_0_is_never_drawn(weights, seed):
+    assume(sum(weights) > 0)
+    probs = torch.tensor(weights)
+    drawn = sample(probs.expand(200, -1), torch.Generator().manual_seed(seed))
+    assert bool((probs[drawn] > 0).all())
+
+
+@pytest.mark.parametrize("rare", [1, 50_000, 99_999])
+def test_rare_tokens_of_a_wide_vocabulary_keep_their_share(monkeypatch, rare):
+    """In a float32 sum, 5e-9 is lost beside a mass near 1, and 24 random bits would never meet it."""
+    probs = torch.full((100_000,), 5e-9)
+    probs[0] = 1 - 99_999 * 5e-9
+    cdf = np.cumsum(probs.numpy().astype(np.float64))
+    u = (cdf[rare - 1] + cdf[rare]) / 2 / cdf[-1]
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype=None, **kw: torch.full(shape, u, dtype=dtype))
+    assert int(sample(probs)) == rare
+
+
+@exact
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 10**6))
+def test_zeros_at_the_end_do_not_change_the_draw(weights, padding, seed):
+    assume(sum(weights) > 0.1)
+    probs = torch.tensor(weights) / sum(weights)
+    padded = torch.cat((probs, torch.zeros(padding)))
+    draw = [sample(law.expand(20, -1), torch.Generator().manual_seed(seed)).tolist() for law in (probs, padded)]
+    assert draw[0] == draw[1]
+
+
+def test_drawing_leaves_the_global_random_state():
+    state = torch.get_rng_state()
+    for seed in (None, 0, 5):
+        generator = SamplingParams(seed=seed).generator("cpu")
+        sample(torch.ones(4) / 4, generator)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_seeds():
+    def draw(seed):
+        return sample(torch.ones(50, 1000), SamplingParams(seed=seed).generator("cpu")).tolist()
+
+    assert draw(0) == draw(0) and draw(7) == draw(7)
+    assert draw(0) != draw(7) and draw(None) != draw(None) and draw(None) != draw(0)
+
+
+laws = st.lists(st.integers(0, 5), min_size=3, max_size=6).filter(any)
+
+
+@exact
+@given(laws, laws)
+def test_residual_is_the_normalised_excess(a, b):
+    n = min(len(a), len(b))
+    assume(sum(a[:n]) and sum(b[:n]))
+    p, q = (torch.tensor(x[:n]).float() / sum(x[:n]) for x in (a, b))
+    copies = p.clone(), q.clone()
+    rest = residual(p, q)
+    excess = [max(x / sum(a[:n]) - y / sum(b[:n]), 0.0) for x, y in zip(a[:n], b[:n])]
+    expected = np.array(excess) / sum(excess) if sum(excess) > 1e-9 else None
+    if expected is not None:
+        assert np.allclose(rest.numpy(), expected, atol=1e-5)
+    assert abs(float(rest.sum()) - 1) < 1e-5
+    assert torch.equal(p, copies[0]) and torch.equal(q, copies[1])
+
+
+def test_residual_falls_back_to_p_row_by_row():
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
+    q = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
+    assert residual(p, q).tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]
+    assert residual(p[0], p[0]).tolist() == p[0].tolist()
+    # A difference of one rounding step is still normalised, not divided by something near zero.
+    near = residual(torch.tensor([0.5 + 2**-24, 0.5]), torch.tensor([0.5, 0.5]))
+    assert near.tolist() == [1.0, 0.0] and bool(near.isfinite().all())
+
+
+# ------------------------------------------------------------------------------- parameters and small helpers
+
+
+@pytest.mark.parametrize("given_ids, kept", [
+    (None, ()), (5, (5,)), (0, (0,)), ([1, 2], (1, 2)), ((), ()), ({3}, (3,)), (range(2), (0, 1)),
+    (np.int64(4), (4,)), (torch.tensor([1, 2]), (1, 2)), (torch.tensor(3), (3,)),
+])
+def test_stop_ids_as_one_or_many_or_none(given_ids, kept):
+    stops = SamplingParams(stop_token_ids=given_ids).stop_token_ids
+    assert stops == kept and all(type(i) is int for i in stops)
+
+
+def test_params_defaults_and_frozen():
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p) == (1.0, 0, 1.0)
+    assert (params.max_new_tokens, params.stop_token_ids, params.seed) == (200, (), None)
+    with pytest.raises(AttributeError):
+        params.temperature = 0.5
+
+
+@pytest.mark.parametrize("n", [-1, 2.5])
+def test_max_new_tokens_is_a_whole_number(n):
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        SamplingParams(max_new_tokens=n)
+
+
+def test_params_probs_is_norm_logits():
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(SamplingParams(0.7, 5, 0.8).probs(logits), norm_logits(logits, 0.7, 5, 0.8))
+
+
+def test_fit_width():
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert fit_width(logits, 3) is logits
+    assert fit_width(logits, 2).tolist() == [[1, 2]]
+    assert fit_width(logits, 5).tolist() == [[1, 2, 3, -INF, -INF]]
+    assert norm_logits(fit_width(logits, 5))[0, 3:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("prompt", [[3, 1], (3, 1), torch.tensor([3, 1]), torch.tensor([[3, 1]]),
+                                    np.array([3, 1]), [[3, 1]], torch.tensor([3, 1], dtype=torch.int32)])
+def test_prompts_of_every_form(prompt):
+    assert ids_of(prompt) == [3, 1]
+
+
+@pytest.mark.parametrize("prompt", [[], torch.tensor([]), torch.zeros(1, 0), torch.tensor([[1, 2], [3, 4]]),
+                                    [1.5], [True], torch.tensor([1.0]), ["a"], [[1], [2]], torch.zeros(1, 1, 1).long()])
+def test_prompts_that_are_none_raise(prompt):
+    with pytest.raises(ValueError, match="prompt"):
+        ids_of(prompt)
