@@ -129,9 +129,9 @@ class CachedModel:
         width: the target's logit width, to which a draft's law is padded or cut. Raises ValueError that
         names the model and the position if logits are NaN.
         """
-        logits = self.forward(ids, keep)
+        logits = fit_width(self.forward(ids, keep), width or self.vocab_size)
         try:
-            return params.probs(fit_width(logits, width or self.vocab_size))
+            return params.probs(logits)
         except ValueError as error:
             bad = ~(logits.float().amax(dim=-1) > float("-inf"))
             where = ids.shape[0] - keep + int(bad.nonzero()[0, 0])
