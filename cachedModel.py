@@ -6,6 +6,7 @@ leaves in the draft's cache, one-token prompts and cascades then need no code of
 """
 
 import inspect
+from pathlib import Path
 
 import torch
 from torch import LongTensor, Tensor
@@ -67,7 +68,7 @@ class RollbackLayer(DynamicLayer):
 class CachedModel:
     """A Hugging Face causal LM, batch of one, with the cache of one sequence.
 
-    model: the LM. name: how errors and tables call it (default: its name or path).
+    model: the LM. name: how errors and tables call it (default: its folder's name).
     Attributes: device, vocab_size (rows of logits), context_length (positions; None without a limit),
     length (tokens in the cache), forwards (calls since reset).
     Raises ValueError for a model whose state cannot be rolled back (recurrent layers).
@@ -80,7 +81,7 @@ class CachedModel:
         if odd or getattr(model, "_is_stateful", False):
             kind = ", ".join(sorted(odd)) or model.config.model_type
             raise ValueError(f"a model with {kind} state cannot be rolled back: choose an attention-only model")
-        self.name = name or getattr(config, "_name_or_path", "") or model.__class__.__name__
+        self.name = name or Path(model.config._name_or_path).name or model.__class__.__name__
         self.device = model.device
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.known_ids = model.get_input_embeddings().weight.shape[0]

@@ -116,3 +116,150 @@ class Generation:
     def tokens_per_round(self) -> float | None:
         """tau: emitted / rounds, the bonus token included."""
         return len(self.tokens) / len(self.rounds) if self.rounds else None
+
+
+# ------------------------------------------------------------------------------------- medians and intervals
+
+
+def median(values) -> float | None:
+    """The median of the values that are not None; None of none."""
+    values = [v for v in values if v is not None]
+    return float(np.median(values)) if values else None
+
+
+def median_interval(values, confidence: float = 0.95) -> tuple[float, float] | None:
+    """The distribution-free confidence interval of the median from order statistics (Conover, section 3.2).
+
+    [x_(k), x_(n+1-k)] with the largest k for which P(Binomial(n, 1/2) < k) <= (1 - confidence) / 2. With
+    fewer than six values no 95% interval exists: None.
+    """
+    values = sorted(v for v in values if v is not None)
+    n, k, below = len(values), 0, 0.0
+    while k < n / 2 and below + math.comb(n, k) / 2**n <= (1 - confidence) / 2:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    return (float(values[k - 1]), float(values[n - k])) if k else None
+
+
+def summarise(runs: list[dict], reference: list[dict]) -> dict:
+    """One method's runs (each a run_record) to the figures of its row; `reference`: the runs of `target`.
+
+    Times are medians over prompts x repeats with their 95% intervals; alpha and tokens per round are pooled
+    over all rounds; calls are means per generation; the speedup is the median over the paired ratios of
+    throughput, each to the target's run on the same prompt in the same repeat.
+    """
+    base = {(r["prompt"], r["repeat"]): r["throughput"] for r in reference}
+    paired = [(r, base.get((r["prompt"], r["repeat"]))) for r in runs]
+    series = {
+        "ttft_s": [r["ttft_s"] for r in runs],
+        "tpot_ms": [r["tpot_ms"] for r in runs],
+        "throughput": [r["throughput"] for r in runs],
+        "speedup": [r["throughput"] / b for r, b in paired if b and r["throughput"]],
+    }
+    row = {"n_prompts": len({r["prompt"] for r in runs}), "repeats": len({r["repeat"] for r in runs})}
+    for name, values in series.items():
+        row[name] = median(values)
+        row[f"{name}_ci"] = median_interval(values)
+    total = {key: sum(r[key] or 0 for r in runs) for key in ("accepted", "judged", "emitted", "rounds")}
+    row["alpha"] = total["accepted"] / total["judged"] if total["judged"] else None
+    row["tokens_per_round"] = total["emitted"] / total["rounds"] if total["rounds"] else None
+    for key in ("target_forwards", "draft_forwards", "n_tokens"):
+        row[key] = float(np.mean([r[key] for r in runs]))
+    row["peak_memory_mb"] = max((r["peak_memory_mb"] for r in runs if r["peak_memory_mb"]), default=None)
+    row["loop_share"] = median(r["loop_share"] for r in runs)
+    return row
+
+
+def run_record(out: Generation, prompt: int, repeat: int, **more) -> dict:
+    """One generation as a flat record, the unit that summarise() takes. Keys in the units of the results."""
+    return {
+        "prompt": prompt,
+        "repeat": repeat,
+        "n_tokens": len(out.tokens),
+        "ttft_s": out.ttft,
+        "tpot_ms": None if out.tpot is None else 1000 * out.tpot,
+        "throughput": out.throughput,
+        "accepted": sum(r.accepted for r in out.rounds),
+        "judged": sum(r.judged for r in out.rounds),
+        "emitted": sum(r.emitted for r in out.rounds),
+        "rounds": len(out.rounds),
+        "target_forwards": out.target_forwards,
+        "draft_forwards": out.draft_forwards,
+        **more,
+    }
+
+
+# --------------------------------------------------------------------------------------------- results files
+
+# Every row of results.jsonl has these; what does not apply is null.
+FIELDS = (
+    "date commit command pair target draft device dtype engine threads text method lossless gamma temperature "
+    "top_k top_p max_new_tokens seed n_prompts repeats ttft_s tpot_ms throughput speedup alpha "
+    "tokens_per_round target_forwards draft_forwards peak_memory_mb ppl n_tokens window stride"
+).split()
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its title, the key of the row it shows and how (a format spec; `ci` appends the
+    95% interval kept under key_ci)."""
+
+    title: str
+    key: str
+    spec: str = ""
+    width: int = 9
+    ci: bool = False
+
+    def cell(self, row: dict) -> str:
+        value = row.get(self.key)
+        text = "-" if value is None else format(value, self.spec)
+        if len(text) > self.width and isinstance(value, float):
+            text = format(value, ".2e")  # a perplexity beyond all bounds keeps to its column
+        interval = row.get(f"{self.key}_ci") if self.ci else None
+        if interval:
+            text += " [" + ", ".join(format(v, self.spec) for v in interval) + "]"
+        return text.ljust(self.width) if isinstance(value, str) else text.rjust(self.width)
+
+
+class Results:
+    """Appends tables to `<folder>/results.txt`, the same rows to `results.jsonl`, and prints them.
+
+    Each line and row is flushed to the disk as it comes, so a run that dies loses nothing it has written.
+    """
+
+    def __init__(self, folder: Path, meta: dict):
+        """meta: the fields that all rows of this run share."""
+        self.text, self.rows = Path(folder) / "results.txt", Path(folder) / "results.jsonl"
+        self.meta = meta
+
+    def say(self, line: str = "") -> None:
+        print(line, flush=True)
+        append(self.text, line)
+
+    def table(self, columns: list[Column]) -> None:
+        self.columns = columns
+        heads = [c.title.ljust(c.width) if i == 0 else c.title.rjust(c.width) for i, c in enumerate(columns)]
+        self.say("\n" + "  ".join(heads))
+        self.say("  ".join("-" * c.width for c in columns))
+
+    def row(self, **values) -> None:
+        row = {**dict.fromkeys(FIELDS), **self.meta, **values}
+        append(self.rows, json.dumps(finite(row), ensure_ascii=False))
+        self.say("  ".join(c.cell(row) for c in self.columns).rstrip())
+
+
+def append(path: Path, line: str) -> None:
+    """Append one line and see it on the disk."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finite(value):
+    """The value with every infinity and NaN as None, which JSON has no name for."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
