@@ -490,7 +490,7 @@ SPEED_COLUMNS = [
 def run_speed(s: Setup, argv: list[str]) -> bool:
     """The speed table of each prompt set; False when a lossless method broke greedy equality."""
     methods, params = usable_methods(s), sampling_params(s)
-    sets = [(name, prompt_set(name, s.tokenizer, s.args.n_prompts, s.args.prompt_tokens, s.args.chat))
+    sets = [prompt_set(name, s.tokenizer, s.args.n_prompts, s.args.prompt_tokens, s.args.chat)
             for name in text_names(s.args)]
     if "dynamic" in methods and s.args.controller == "cost":
         print("measuring the costs of a draft step and of a verification ...", flush=True)
@@ -498,9 +498,9 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
     results = Results(s.args.out, {**meta_of(s, argv), "max_new_tokens": s.args.max_len})
     journal = s.args.out / "results.partial.jsonl"
     recover(journal, s.args.out)
-    warm_up(s, methods, params, sets[0][1][0])
+    warm_up(s, methods, params, sets[0][0])
     # A list: every set is measured, also behind one that failed.
-    return all([speed_of_set(s, results, journal, methods, params, name, prompts) for name, prompts in sets])
+    return all([speed_of_set(s, results, journal, methods, params, prompts) for prompts in sets])
 
 
 def warm_up(s: Setup, methods, params, prompt) -> None:
@@ -508,10 +508,13 @@ def warm_up(s: Setup, methods, params, prompt) -> None:
     few = SamplingParams(params.temperature, params.top_k, params.top_p, 8, (), 0)
     for name in methods:
         TABLE[name].run(s, prompt.ids, few)
+    gc.collect()
+    gc.freeze()  # what is alive now stays: the collections between the measurements need not look at it
 
 
-def speed_of_set(s: Setup, results: Results, journal: Path, methods, params, text: str, prompts) -> bool:
+def speed_of_set(s: Setup, results: Results, journal: Path, methods, params, prompts) -> bool:
     """Measure, interleaved prompt by prompt, then write the rows, also when it is interrupted half-way."""
+    text = prompts[0].source
     append(journal, json.dumps({"meta": results.meta, "text": text}))
     plan = [(i, repeat) for repeat in range(s.args.repeats) for i in range(len(prompts))]
     runs = {name: [] for name in methods}
