@@ -35,6 +35,7 @@ data: $(VENV)/installed
 # The stamps are younger than the requirements they were made from; an interrupted installation leaves none.
 $(VENV)/installed: requirements.txt | $(PY)
 	@echo "== packages: requirements.txt into $(VENV) (minutes the first time)"
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --upgrade
 	@$(PIP) -r requirements.txt
 	@touch $@
 
@@ -49,5 +50,4 @@ $(PY):
 	  echo "$(PYTHON) is not Python 3.10 or newer: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make environments: install its venv package (python3-venv)" >&2; exit 2; }
-	@# Beside its place and then renamed is impossible (paths are baked in), so a torn one is made anew.
 	@$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 2; }

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -85,8 +86,9 @@ def check_hub():
 
 def fetch_from_hub(name):
     """Bring a model of the hub into models/. ValueError: no hub, model, access, room or safetensors."""
-    from huggingface_hub import constants, model_info, snapshot_download
+    from huggingface_hub import constants, hf_hub_url, model_info
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from tqdm import tqdm
     partial = MODELS / f"{Path(name).name}.partial"
     try:
         check_hub()
@@ -100,11 +102,12 @@ def fetch_from_hub(name):
         if not any(map(WEIGHTS.fullmatch, files)):
             raise ValueError(f"{name} has no safetensors weights on the hub; this project reads no others")
         partial.mkdir(parents=True, exist_ok=True)
-        have = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+        have = sum(path.stat().st_size for path in partial.iterdir())
         total = sum(entry.size for entry in files.values())
         check_disk(MODELS, max(total - have, 0))
-        say(f"{name}: {total / 1e9:.2f} GB from {constants.ENDPOINT}" + (", going on" if have else ""))
-        snapshot_download(name, revision=info.sha, local_dir=partial, allow_patterns=list(files))
+        with tqdm(total=total, initial=have, desc=Path(name).name, unit="B", unit_scale=True) as bar:
+            for file, entry in files.items():
+                fetch_file(hf_hub_url(name, file, revision=info.sha), partial / file, entry.size, bar)
     except GatedRepoError as error:
         raise ValueError(f"{name} is gated: accept its licence at {constants.ENDPOINT}/{name}, then log in "
                          "with `hf auth login`") from error
@@ -117,11 +120,53 @@ def fetch_from_hub(name):
         raise ValueError(f"the download of {name} stopped ({reason}); run the same command again, it goes on "
                          "where it stopped") from error
     for file, entry in files.items():
-        if entry.lfs and sha256_of(partial / file) != entry.lfs.sha256:
+        if not arrived_whole(partial / file, entry):
             (partial / file).unlink()
             raise ValueError(f"{file} of {name} arrived damaged and was removed; run the same command again")
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the client's notes for going on
     finish(partial, MODELS / Path(name).name, name, f"hub, revision {info.sha}")
+
+
+def fetch_file(url, path, size, bar, retries=5):
+    """Bring a file of `size` bytes to `path`, by way of <path>.part, which a later call goes on with.
+
+    The client of the hub starts a file anew after an interruption (since its release 2), and the weights of a
+    model can be one file of many GB; hence the range requests here. A lost connection is taken up again until
+    `retries` attempts in a row brought nothing.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    if path.is_file() and path.stat().st_size == size:
+        return
+    part = path.with_name(path.name + ".part")
+    part.touch()
+    failures = 0
+    while (have := part.stat().st_size) < size:
+        headers = build_hf_headers() | {"Range": f"bytes={have}-", "Accept-Encoding": "identity"}
+        try:
+            with get_session().stream("GET", url, headers=headers, timeout=30) as response:
+                hf_raise_for_status(response)
+                resumed = response.status_code == 206
+                bar.update(0 if resumed else -have)
+                with open(part, "ab" if resumed else "wb") as file:
+                    for chunk in response.iter_bytes(1 << 20):
+                        file.write(chunk)
+                        bar.update(len(chunk))
+        except (HfHubHTTPError, OSError):
+            raise
+        except Exception:  # the client's connection errors; their classes differ between its versions
+            failures = 0 if part.stat().st_size > have else failures + 1
+            if failures == retries:
+                raise
+            time.sleep(1)
+    os.replace(part, path)
+
+
+def arrived_whole(path, entry):
+    """Whether a file has the hash that the hub gives for it: sha256 of large files, git's own of others."""
+    if entry.lfs:
+        return sha256_of(path) == entry.lfs.sha256
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == entry.blob_id
 
 
 def finish(partial, folder, name, source):
