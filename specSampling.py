@@ -53,8 +53,8 @@ def verify(p: Tensor, q: Tensor, tokens: LongTensor, generator=None) -> tuple[in
 
 
 def widened(probs: Tensor, width: int) -> Tensor:
-    """[..., V] -> [..., width] float32, zeros at the end."""
-    probs = probs.float()
+    """[..., V] -> [..., width] in float32 or better, zeros at the end."""
+    probs = probs if probs.dtype == torch.float64 else probs.float()
     return probs if probs.shape[-1] == width else torch.nn.functional.pad(probs, (0, width - probs.shape[-1]))
 
 
@@ -425,6 +425,10 @@ def drafted_sampling(target, drafter: Drafter, prompt, params: SamplingParams,
 
     out = decode(step, target, prompt, params, on_tokens)
     out.levels = drafter.levels
+    top = out.levels[-1]  # a stop token may have cut the last round after the drafter was told of it
+    top.proposed, top.accepted, top.judged = 0, 0, 0
+    for round in out.rounds:
+        top.add(round)
     out.draft_forwards = sum(level.forwards for level in out.levels)
     return out
 

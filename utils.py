@@ -12,6 +12,9 @@ import torch
 from torch import LongTensor, Tensor
 
 
+HEAD = 1024  # logits that top-p looks at before it looks at all
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn and when to stop; the same object drives every decoder.
@@ -71,17 +74,29 @@ def top_k_top_p_filter(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Te
     """
     check_sampling(1.0, top_k, top_p)
     if 0 < top_k < logits.shape[-1]:
-        edge = logits.topk(top_k, dim=-1).values[..., -1:]
-        above, level = logits > edge, logits == edge
-        room = top_k - above.sum(dim=-1, keepdim=True)
-        logits = logits.masked_fill(~(above | (level & (level.cumsum(dim=-1) <= room))), float("-inf"))
+        logits = keep_largest(logits, logits.topk(top_k, dim=-1).values, top_k)
     if top_p < 1:
-        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)  # equals stay in id order
-        probs = ordered.float().softmax(dim=-1)
-        keep = probs.cumsum(dim=-1) - probs < top_p  # the mass of all more likely tokens
-        keep[..., 0] = True
-        logits = logits.masked_fill(~keep.scatter(-1, order, keep), float("-inf"))
+        total = logits.float().logsumexp(dim=-1, keepdim=True)
+        # Sorting 50,000 logits costs more than a draft step, and the nucleus is nearly always in the first ones.
+        for size in sorted({min(HEAD, logits.shape[-1]), logits.shape[-1]}):
+            head = logits.topk(size, dim=-1).values
+            probs = (head.float() - total).exp()
+            mass = probs.cumsum(dim=-1)
+            if bool((mass[..., -1] >= top_p).all()):
+                break
+        n = (mass - probs < top_p).sum(dim=-1, keepdim=True).clamp(min=1)  # the mass of all more likely ones
+        logits = keep_largest(logits, head, n)
     return logits
+
+
+def keep_largest(logits: Tensor, ordered: Tensor, n: Tensor | int) -> Tensor:
+    """The n largest logits of each row, of equal ones the lower ids; -inf elsewhere. ordered: the row's
+    largest logits in falling order, at least n of them."""
+    n = torch.as_tensor(n, device=logits.device).expand(*logits.shape[:-1], 1)
+    edge = ordered.gather(-1, n - 1)
+    level = logits == edge
+    room = n - (logits > edge).sum(dim=-1, keepdim=True)
+    return logits.masked_fill(~((logits > edge) | (level & (level.cumsum(dim=-1) <= room))), float("-inf"))
 
 
 def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
