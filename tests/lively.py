@@ -37,7 +37,7 @@ def lively(family, seed=0, vocab=32, hidden=16, layers=2, positions=160, **shape
 
 def noisy(model, seed=0, noise=0.05):
     """A copy with noise on its weights: a draft that agrees with the model now and then."""
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for weight in twin.parameters():
         if weight.dim() == 2:
