@@ -78,6 +78,23 @@ def test_top_p_0_is_the_most_likely_token(row, temperature):
     assert probs.tolist() == norm_logits(torch.tensor(row), 0.0).tolist()
 
 
+@pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 6.0])
+@pytest.mark.parametrize("top_k", [0, 1500])
+def test_top_p_over_a_wide_vocabulary(sharpness, top_k):
+    """Nuclei far below and far above the 1024 ids that are looked at first, in rows of one batch."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [0.1], [3.0]])
+    logits = logits * sharpness
+    for top_p in (0.0, 0.3, 0.9, 0.999):
+        cut = top_k_top_p_filter(logits, top_k, top_p) > -INF
+        for row, kept in zip(logits.double(), cut):
+            order = sorted(range(5000), key=lambda i: (-float(row[i]), i))[: top_k or 5000]
+            before = row[order].softmax(-1).cumsum(-1).roll(1)
+            before[0] = 0
+            n = max(1, int((before < top_p).sum()))
+            assert abs(int(kept.sum()) - n) <= 2  # float32 sums of thousands of terms
+            assert set(kept.nonzero()[:, 0].tolist()) == set(order[: int(kept.sum())])
+
+
 def test_ties_at_temperature_0_go_to_the_lowest_id():
     assert norm_logits(torch.tensor([1.0, 3, 3, 2]), 0.0).tolist() == [0, 1, 0, 0]
     assert norm_logits(torch.tensor([[0.0, 0], [-INF, 5]]), 0.0).tolist() == [[1, 0], [0, 1]]
