@@ -131,7 +131,8 @@ def speculative_perplexity(target, draft, ids, window: int | None = None, stride
     The law is `emission_law` on the very tensors the sampler works with (float32 p and q after temperature,
     top-k and top-p, q at p's width), not simplified to p; how far it is from p is in the result. The window
     defaults to the shorter of both contexts; other arguments and errors as in `perplexity`. An id that the
-    draft cannot read is refused.
+    draft cannot read is refused. At a low temperature float32 can hold a p(x) so small beside 1 that beta is 1
+    without it: such an x is never emitted, and counts as impossible here though p(x) > 0.
     """
     check_sampling(temperature, top_k, top_p)
     target, draft = _cached(target), _cached(draft)

@@ -181,17 +181,20 @@ def test_no_more_logits_than_a_chunk_and_one_run_of_the_body(family_models, monk
     assert max(sizes) == 5 * VOCAB and sum(sizes) == 99 * VOCAB and len(runs) == 1
 
 
-def test_nan_logits_name_the_model_and_the_position():
+def test_nan_logits_name_the_model_and_the_position(monkeypatch):
     model, read = tiny_model("llama", seed=2), []
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: read.append(args[0]))
     model.model.norm.register_forward_hook(  # behind attention, which would spread NaN to all
         lambda module, args, out: out.masked_fill((read[-1] == 7)[..., None], float("nan")))
-    ids = [1, 2, 3] * 8 + [7] + [1, 2, 3]
-    for window, stride, batch in ((28, 14, 1), (8, 4, 3), (5, 5, 4)):
-        with pytest.raises(ValueError, match="odd-one, position 24"):
-            perplexity(CachedModel(model, "odd-one"), ids, window, stride, batch_size=batch)
-    with pytest.raises(ValueError, match="odd-one, position 24"):
-        speculative_perplexity(tiny_model("llama"), CachedModel(model, "odd-one"), ids)
+    ids, odd, fine = [1, 2, 3] * 8 + [7] + [1, 2, 3], CachedModel(model, "odd-one"), tiny_model("llama")
+    monkeypatch.setattr(PPL, "CHUNK", 3 * VOCAB)
+    for call in (partial(perplexity, odd, ids, 28, 14), partial(perplexity, odd, ids, 8, 4, batch_size=3),
+                 partial(perplexity, odd, ids, 5, 5, batch_size=4),
+                 partial(speculative_perplexity, fine, odd, ids),
+                 partial(generated_perplexity, odd, [[1, 2]], [ids[2:]]),
+                 partial(sampler_distance, odd, fine, ids, 2, 5, 3, window=20)):
+        with pytest.raises(ValueError, match="odd-one, position 24: "):
+            call()
 
 
 @pytest.mark.parametrize("dtype, rel", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
@@ -234,6 +237,20 @@ def test_emission_by_hand():
     assert emission_law(p, q).tolist() == [0.5, 0.25, 0.25, 0.0]
     assert emission_law(p, p).tolist() == p.tolist()
     assert emission_law(p, torch.tensor([0.0, 0.0, 0.0, 1.0])).tolist() == p.tolist()
+    # Rounding: what float32 lets sum to 1 or more without the last token never reaches it, nor falls below 0.
+    for q in (torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.50000006, 0.0])):
+        assert emission_law(q + torch.tensor([0.0, 0.0, 1e-9]), q)[2] == 0
+
+
+def test_the_emission_is_computed_from_the_samplers_own_tensors(family_models, monkeypatch):
+    """No fault in q would show in the perplexity, the sampler being lossless for any q: so q is looked at."""
+    target, draft, ids, seen = family_models["llama"], family_models["gpt_neox"], random_ids(20), []
+    monkeypatch.setattr(PPL, "emission_law", lambda p, q: seen.append((p, q)) or emission_law(p, q))
+    speculative_perplexity(target, draft, ids, temperature=0.7, top_k=9, top_p=0.8)
+    with torch.no_grad():
+        for model, law in zip((target, draft), seen[0]):
+            logits = model(input_ids=torch.tensor([ids[:-1]])).logits
+            assert torch.allclose(law, norm_logits(logits, 0.7, 9, 0.8), atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -314,6 +331,20 @@ def test_what_verify_draws_is_the_targets_law(family_models):
     assert found.p_value > 1e-3 and found.distance == pytest.approx(found.expected, abs=0.02)
     assert found.n_later > 300 and found.later_distance == pytest.approx(found.later_expected, abs=0.05)
     assert "positions x 1500 draws" in found.report()
+
+
+@torch.no_grad()
+def test_verify_is_given_the_laws_of_the_text(family_models, monkeypatch):
+    target, draft, ids, seen = family_models["llama"], family_models["gpt_neox"], random_ids(60), []
+    right = specSampling.verify
+    monkeypatch.setattr(PPL, "verify", lambda p, q, *rest: seen.append((p, q)) or right(p, q, *rest))
+    sampler_distance(target, draft, ids, 3, 1, gamma=2, temperature=0.7, top_k=6, window=10)
+    for (p, q), end in zip(seen, (22, 41, 60)):  # three places, evenly spread, the last at the end
+        for model, laws in ((target, p), (draft, q)):
+            for row, law in enumerate(laws):
+                context = torch.tensor([ids[end - 10 : end - 2 + row]])
+                whole = norm_logits(model(input_ids=context).logits[0, -1], 0.7, 6)
+                assert torch.allclose(law[law > 0].sort()[0], whole[whole > 0].sort()[0], atol=1e-6)
 
 
 def test_a_bonus_token_of_the_wrong_law_shows(family_models, monkeypatch):
