@@ -16,7 +16,7 @@ from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
 from utils import SamplingParams, residual, sample
 
-# ---------------------------------------------------------------------------------------------- verification
+# ----------------------------------------------------------------------------------------------- verification
 
 
 def verify(p: Tensor, q: Tensor, tokens: LongTensor, generator=None) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def draft_and_verify(model: CachedModel, drafter: "Drafter", ids: LongTensor, ro
     return round, torch.cat((proposal.tokens[:n], proposal.tokens.new_tensor([x]))), p[: n + 1]
 
 
-# ------------------------------------------------------------------------------------------------- drafters
+# --------------------------------------------------------------------------------------------------- drafters
 
 
 class Drafter:
@@ -245,7 +245,7 @@ def draft_room(model: CachedModel, n: int) -> int:
     return 2**62 if model.context_length is None else model.context_length - n + 1
 
 
-# ----------------------------------------------------------------------------------------- gamma controllers
+# ------------------------------------------------------------------------------------------ gamma controllers
 
 
 class GammaController:
@@ -257,7 +257,7 @@ class GammaController:
 
     looks_at_tokens = False  # whether stop() is asked after each drawn token (it costs a synchronisation)
 
-    def __init__(self, gamma: int, low: int = 1, high: int = 16):
+    def __init__(self, gamma: int = 4, low: int = 1, high: int = 16):
         if any(not isinstance(g, int) or isinstance(g, bool) for g in (gamma, low, high)):
             raise ValueError(f"gamma must be a whole number, got {gamma!r} in [{low!r}, {high!r}]")
         if not max(low, 1) <= gamma <= high:
@@ -370,7 +370,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return sum(alpha**i for i in range(gamma + 1))
 
 
-# ----------------------------------------------------------------------------------------- the samplers
+# ----------------------------------------------------------------------------------------------- the samplers
 
 
 def speculative_sampling(target, draft, prompt, params: SamplingParams, gamma: int = 4,

@@ -14,9 +14,9 @@ from cachedModel import CachedModel
 from lively import FAMILIES, cacheless, greedy_text, lively, noisy, random_ids
 from metrics import Round
 from regrSampling import autoregressive_sampling
-from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter, NGramDrafter,
-                          StageDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
-                          speculative_sampling_multi)
+from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
+                          NGramDrafter, StageDrafter, drafted_sampling, speculative_sampling,
+                          speculative_sampling_dynamic, speculative_sampling_multi)
 from tabular import TableModel, table
 from utils import SamplingParams
 
@@ -39,8 +39,12 @@ def greedy(n, **how):
 
 def calling(sampler, target, *draft_and_gamma):
     """f(prompt, params, on_tokens=None) of a sampler and its models."""
-    draft, gamma = draft_and_gamma[:1], draft_and_gamma[1:]
-    return lambda prompt, params, on_tokens=None: sampler(target, *draft, prompt, params, *gamma, on_tokens=on_tokens)
+
+    def call(prompt, params, on_tokens=None):
+        draft, gamma = draft_and_gamma[:1], draft_and_gamma[1:]
+        return sampler(target, *draft, prompt, params, *gamma, on_tokens=on_tokens)
+
+    return call
 
 
 def samplers(target, draft, gamma=3):
@@ -106,7 +110,8 @@ def test_greedy_with_every_sampler(family, name):
 @pytest.mark.parametrize("target", ["gpt_neox", "gemma2"])
 def test_greedy_with_a_draft_of_another_family(target, draft):
     other = lively(draft, seed=3, hidden=8, layers=1)
-    assert speculative_sampling(target_of(target), other, random_ids(7), greedy(50)).tokens == expected(target, 7, 50)
+    out = speculative_sampling(target_of(target), other, random_ids(7), greedy(50))
+    assert out.tokens == expected(target, 7, 50)
     stages = [lively("llama", seed=4, layers=1), draft_of(target), other]
     out = speculative_sampling_multi(target_of(target), stages, random_ids(7), greedy(20), [1, 2, 3])
     assert out.tokens == expected(target, 7, 20)
@@ -114,10 +119,11 @@ def test_greedy_with_a_draft_of_another_family(target, draft):
 
 @pytest.mark.parametrize("vocab", [9, 31, 33, 80])
 def test_greedy_with_a_draft_of_another_vocabulary(vocab):
-    """Narrower: it meets ids that it does not have. Wider: what it would say past the target's is never said."""
+    """Narrower: it meets ids that it does not have. Wider: the ids past the target's are never proposed."""
     draft = lively("gpt_neox", seed=3, vocab=vocab)
-    for sampler in (samplers(target_of("llama"), draft)[name] for name in ("speculative", "aimd", "two stages")):
-        assert sampler(random_ids(7), greedy(40)).tokens == expected("llama", 7, 40)
+    for name in ("speculative", "aimd", "two stages"):
+        out = samplers(target_of("llama"), draft)[name](random_ids(7), greedy(40))
+        assert out.tokens == expected("llama", 7, 40), name
     params = SamplingParams(temperature=1.5, max_new_tokens=60, seed=0)
     assert all(0 <= t < 32 for t in speculative_sampling(target_of("llama"), draft, [1], params).tokens)
 
@@ -127,7 +133,8 @@ def test_all_of_this_past_the_first_growth_of_the_buffer():
         target, draft = lively(family, positions=400), noisy(lively(family, positions=400), noise=0.03)
         text = greedy_text(target, random_ids(100), 60)
         assert speculative_sampling(target, draft, random_ids(100), greedy(60)).tokens == text
-        assert speculative_sampling_multi(target, [NGramDrafter(), draft], random_ids(100), greedy(60)).tokens == text
+        out = speculative_sampling_multi(target, [NGramDrafter(), draft], random_ids(100), greedy(60))
+        assert out.tokens == text
 
 
 def test_greedy_equals_sampling_from_the_most_likely_token_alone():
@@ -140,9 +147,9 @@ def test_greedy_equals_sampling_from_the_most_likely_token_alone():
 def test_prompts_of_every_form():
     ids = random_ids(9)
     for prompt in (ids, tuple(ids), torch.tensor(ids), torch.tensor([ids])):
-        assert autoregressive_sampling(target_of("llama"), prompt, greedy(12)).tokens == expected("llama", 9, 12)
-        out = speculative_sampling(target_of("llama"), draft_of("llama"), prompt, greedy(12))
-        assert out.tokens == expected("llama", 9, 12) and all(type(t) is int for t in out.tokens)
+        for name in ("autoregressive", "speculative"):
+            out = samplers(target_of("llama"), draft_of("llama"))[name](prompt, greedy(12))
+            assert out.tokens == expected("llama", 9, 12) and all(type(t) is int for t in out.tokens)
 
 
 def test_half_precision_models_decode():
@@ -221,7 +228,7 @@ def starts(out, n):
         n += r.emitted
 
 
-# ------------------------------------------------------------------------------------------------ seeds, state
+# ----------------------------------------------------------------------------------------------- seeds, state
 
 
 HOT = {"temperature": 1.0, "max_new_tokens": 30}
@@ -245,7 +252,8 @@ def lasting_objects():
     target, draft = CachedModel(target_of("mistral")), CachedModel(draft_of("mistral"))
     small, lookup = CachedModel(draft_of("mistral", 0.1)), NGramDrafter(AIMDGamma(3))
     chain = ModelDrafter(CachedModel(draft_of("mistral")), CostAwareGamma(c=0.3, v=[1.0, 1.1, 1.2, 1.4]))
-    stages = StageDrafter(CachedModel(draft_of("mistral")), ModelDrafter(small, AIMDGamma(2)), HeuristicGamma(4))
+    middle = CachedModel(draft_of("mistral"))
+    stages = StageDrafter(middle, ModelDrafter(small, AIMDGamma(2)), HeuristicGamma(4))
     return {
         "autoregressive": calling(autoregressive_sampling, target),
         "speculative": calling(speculative_sampling, target, draft),
@@ -291,7 +299,7 @@ def test_the_same_cached_model_as_target_and_draft(sampler):
 
 
 def check_content(cached, sequence):
-    """The cache holds a prefix of the sequence: the logits behind any next token are those without a cache."""
+    """The cache holds a prefix of the sequence: logits behind any next token are those without a cache."""
     n, forwards = cached.length, cached.forwards
     probe = torch.cat((sequence[:n], torch.tensor([3])))
     logits = cached.forward(probe)[0]
@@ -330,18 +338,18 @@ def inspected_rounds(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("name", ["speculative", "confidence", "two stages", "three stages"])
+@pytest.mark.parametrize("name, temperature", [("speculative", 1.0), ("confidence", 1.0), ("two stages", 1.0),
+                                               ("three stages", 1.0), ("three stages", 0)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_hold_what_was_accepted_after_every_round(inspected_rounds, family, name, temperature):
     sampler = samplers(target_of(family), draft_of(family, 0.25))[name]
-    params = SamplingParams(temperature=temperature, max_new_tokens=24, seed=1)
+    params = SamplingParams(temperature=temperature, max_new_tokens=20, seed=1)
     out = sampler(random_ids(11), params)
-    assert len(out.tokens) == 24 and len(inspected_rounds) >= len(out.rounds)
+    assert len(out.tokens) == 20 and len(inspected_rounds) >= len(out.rounds)
     assert {r.accepted == r.proposed for r in inspected_rounds} == {True, False}
 
 
-# ----------------------------------------------------------------------------------------------- counts, times
+# ---------------------------------------------------------------------------------------------- counts, times
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -355,7 +363,8 @@ def test_counts_add_up(name):
         assert out.target_forwards == len(out.rounds)
         for r in out.rounds[:-1]:
             assert r.emitted == r.accepted + 1 and r.judged == min(r.accepted + 1, r.proposed)
-        judged, accepted = (sum(getattr(r, k) for r in out.rounds) for k in ("judged", "accepted"))
+        proposed, accepted, judged = (sum(getattr(r, count) for r in out.rounds)
+                                      for count in ("proposed", "accepted", "judged"))
         assert out.acceptance_rate == (accepted / judged if judged else None)
         assert out.tokens_per_round == len(out.tokens) / len(out.rounds)
         assert out.draft_forwards == sum(level.forwards for level in out.levels)
@@ -363,7 +372,7 @@ def test_counts_add_up(name):
             assert (out.levels, out.acceptance_rate, out.tokens_per_round) == ([], None, 1)
         else:  # the level next to the target is what the rounds tell
             top = out.levels[-1]
-            assert (top.proposed, top.accepted, top.judged) == (sum(r.proposed for r in out.rounds), accepted, judged)
+            assert (top.proposed, top.accepted, top.judged) == (proposed, accepted, judged)
 
 
 def test_exact_counts_where_everything_is_accepted():
@@ -420,7 +429,8 @@ def test_times_of_one_commit_and_of_none(monkeypatch):
     assert (len(one.rounds), one.ttft, one.tpot, one.throughput) == (1, 2.0, None, 2.0)
     fake_clock(monkeypatch, 1.0)
     none = autoregressive_sampling(target_of("llama"), random_ids(7), greedy(0))
-    assert (none.tokens, none.ttft, none.tpot, none.throughput, none.tokens_per_round) == ([], None, None, None, None)
+    assert (none.tokens, none.rounds, none.target_forwards) == ([], [], 0)
+    assert (none.ttft, none.tpot, none.throughput, none.tokens_per_round) == (None, None, None, None)
     assert none.finish_reason == "length"
 
 
@@ -431,12 +441,13 @@ def test_tokens_after_a_stop_are_not_counted(monkeypatch):
     fake_clock(monkeypatch, 0.0, 1.0, 2.0)
     out = speculative_sampling(target_of("llama"), target_of("llama"), random_ids(7),
                                greedy(11, stop_token_ids=stop), gamma=4)
-    assert (out.rounds, end) == ([Round(4, 4, 5), Round(4, end - 5, end - 5, judged=end - 5)], len(out.tokens))
+    assert len(out.tokens) == end and 5 < end < 10
+    assert out.rounds == [Round(4, 4, 5), Round(4, end - 5, end - 5, judged=end - 5)]
     assert (out.tpot, out.throughput, out.acceptance_rate) == (1 / (end - 5), end / 2, 1.0)
 
 
 def test_the_models_are_asked_for_the_rows_in_use_only():
-    """A prompt of 50 tokens: its prefill gives the last row to the draft, and one for each token to verify."""
+    """A prompt of 50 tokens: the prefill gives the draft its last row, the target one a token to verify."""
     target, draft = TableModel(table(4, 1)), TableModel(table(4, 2))
     autoregressive_sampling(target, random_ids(50, vocab=4), greedy(5))
     assert target.keeps == [1] * 5
@@ -465,15 +476,15 @@ def test_nan_names_the_model_and_the_position_and_no_token_comes_of_it(bad, temp
     broken = CachedModel(TableModel(broken_table(bad)), name="broken")
     params = SamplingParams(temperature=temperature, max_new_tokens=6, seed=0)
     runs = {
-        "autoregressive": lambda on: autoregressive_sampling(broken, [0, 1, 0], params, on),
-        "target": lambda on: speculative_sampling(broken, good, [0, 1, 0], params, 1, on),
-        "draft": lambda on: speculative_sampling(good, broken, [0, 1, 0], params, 1, on),
-        "stage": lambda on: speculative_sampling_multi(good, [good.model, broken], [0, 1, 0], params, [1, 1], on),
+        "autoregressive": calling(autoregressive_sampling, broken),
+        "target": calling(speculative_sampling, broken, good, 1),
+        "draft": calling(speculative_sampling, good, broken, 1),
+        "stage": calling(speculative_sampling_multi, good, [good.model, broken], [1, 1]),
     }
     for name, run in runs.items():
         emitted = []
         with pytest.raises(ValueError, match="broken, position 4: .*NaN"):
-            run(emitted.extend)
+            run([0, 1, 0], params, emitted.extend)
         assert emitted == [1, 2][: len(emitted)], name  # 0 1 0 | 1 2 | nothing follows
 
 

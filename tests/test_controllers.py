@@ -1,0 +1,241 @@
+"""Who proposes and how many: prompt lookup against a naive oracle, and the gamma controllers."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachedModel import CachedModel
+from lively import lively, noisy, random_ids
+from metrics import Round
+from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
+                          ModelDrafter, NGramDrafter, drafted_sampling, expected_tokens,
+                          speculative_sampling_dynamic)
+from tabular import TableModel, table
+from utils import SamplingParams
+
+exact = settings(derandomize=True, deadline=None, database=None, max_examples=100)
+
+
+def full(gamma):
+    return Round(gamma, gamma, gamma + 1)
+
+
+def rejected(gamma, accepted=0):
+    return Round(gamma, accepted, accepted + 1)
+
+
+def path(controller, *outcomes):
+    """The gammas of successive rounds; an outcome is whether the whole proposal was accepted."""
+    gammas = [controller.propose()]
+    for outcome in outcomes:
+        controller.update(full(gammas[-1]) if outcome else rejected(gammas[-1]))
+        gammas.append(controller.propose())
+    return gammas
+
+
+# ------------------------------------------------------------------------------------------------ controllers
+
+
+def test_fixed():
+    assert path(FixedGamma(5), True, False, True) == [5] * 4
+    assert FixedGamma(1000).propose() == 1000
+
+
+def test_aimd_adds_one_and_halves():
+    assert path(AIMDGamma(4), True, True, False, False, False, False, True) == [4, 5, 6, 3, 1, 1, 1, 2]
+    assert path(AIMDGamma(4, high=5), True, True, True, False) == [4, 5, 5, 5, 2]
+    assert path(AIMDGamma(6, increase=2, decrease=0.7, low=3, high=9), True, True, False, False, False) == [
+        6, 8, 9, 6, 4, 3]
+
+
+def test_heuristic_adds_two_and_takes_one():
+    assert path(HeuristicGamma(2), False, False, True, True, False) == [2, 1, 1, 3, 5, 4]
+    assert path(HeuristicGamma(15), True, True) == [15, 16, 16]
+
+
+@pytest.mark.parametrize("make", [AIMDGamma, HeuristicGamma, lambda: CostAwareGamma(0.1, [1.0, 1.1, 1.2])])
+def test_a_round_without_a_proposal_teaches_nothing_and_begin_forgets(make):
+    controller = make()
+    first = controller.propose()
+    before = {k: v for k, v in vars(controller).items() if k != "idle"}
+    controller.update(Round(0, 0, 1))
+    assert {k: v for k, v in vars(controller).items() if k != "idle"} == before
+    for _ in range(10):
+        controller.update(rejected(2))
+    assert controller.propose() != first
+    controller.begin()
+    assert controller.propose() == first
+
+
+def test_confidence_stops_under_its_threshold_only():
+    controller = ConfidenceGamma(7, threshold=0.3)
+    assert controller.propose() == 7
+    assert [controller.stop(q) for q in (1.0, 0.31, 0.3, 0.29, 0.0)] == [False, False, False, True, True]
+    assert not FixedGamma(3).stop(0.0) and ConfidenceGamma().threshold == 0.4
+
+
+def test_a_confident_draft_goes_on_and_an_unsure_one_stops_behind_the_token_it_drew():
+    """Every proposal ends behind its first token under the threshold, which is kept, or at its limit."""
+    seen = []
+
+    class Spy(ModelDrafter):
+        def propose(self, ids, limit):
+            proposal = super().propose(ids, limit)
+            seen.append((min(limit, 5), proposal))
+            return proposal
+
+    drafter = Spy(TableModel(table(5, 2)), ConfidenceGamma(5, threshold=0.4))
+    drafted_sampling(TableModel(table(5, 1)), drafter, [0], SamplingParams(seed=0, max_new_tokens=150))
+    stopped = 0
+    for limit, proposal in seen:
+        sure = [float(row[x]) >= 0.4 for row, x in zip(proposal.q, proposal.tokens)]
+        assert all(sure[:-1]) and len(sure) <= limit
+        assert len(sure) == limit or not sure[-1]
+        stopped += len(sure) < limit
+    assert 10 < stopped < len(seen)
+
+
+@pytest.mark.parametrize("bad", [
+    lambda: FixedGamma(0), lambda: AIMDGamma(0), lambda: AIMDGamma(17), lambda: AIMDGamma(4, low=5),
+    lambda: AIMDGamma(2.0), lambda: HeuristicGamma(4, high=3), lambda: HeuristicGamma(-1),
+    lambda: ConfidenceGamma(0), lambda: CostAwareGamma(0.1, [1.0]), lambda: CostAwareGamma(-0.1, [1.0, 1.0]),
+    lambda: CostAwareGamma(0.1, [1.0, 0.0]), lambda: CostAwareGamma(float("nan"), [1.0, 1.0]),
+])
+def test_wrong_bounds_and_costs_raise(bad):
+    with pytest.raises(ValueError, match="gamma|costs"):
+        bad()
+
+
+# ------------------------------------------------------------------------------------------------- cost-aware
+
+
+def speed(alpha, gamma, c, v):
+    """Leviathan et al. 2023, theorem 3.8, as it stands there but for v in place of 1."""
+    tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    return tokens / (gamma * c + v[gamma])
+
+
+costs_of_v = st.lists(st.floats(1.0, 3.0), min_size=1, max_size=8).map(lambda v: [1.0, *sorted(v)])
+
+
+@exact
+@given(st.floats(0, 1), st.floats(0, 1.5), costs_of_v)
+def test_cost_aware_takes_the_best_gamma_by_brute_force(alpha, c, v):
+    chosen = CostAwareGamma(c, v, alpha=alpha).propose()
+    speeds = [speed(alpha, gamma, c, v) for gamma in range(len(v))]
+    assert speeds[chosen] >= max(speeds) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
+def test_expected_tokens(alpha):
+    """Against the sum over what may happen: the run of accepted tokens ends after i of gamma."""
+    for gamma in range(6):
+        ends = [alpha**i * (1 - alpha) for i in range(gamma)] + [alpha**gamma]
+        assert expected_tokens(alpha, gamma) == pytest.approx(sum((i + 1) * w for i, w in enumerate(ends)))
+
+
+def test_cost_aware_probes_when_drafting_does_not_pay():
+    controller = CostAwareGamma(c=5.0, v=[1.0, 1.5, 2.0], probe=4)
+    gammas = []
+    for _ in range(12):
+        gammas.append(controller.propose())
+        controller.update(rejected(gammas[-1]) if gammas[-1] else Round(0, 0, 1))
+    assert gammas == [0, 0, 0, 1] * 3
+
+
+def test_cost_aware_learns_from_its_probes_that_drafting_pays_again():
+    controller = CostAwareGamma(c=0.2, v=[1.0, 1.1, 1.2, 1.3, 1.4], probe=3, decay=0.8)
+    for _ in range(30):
+        gamma = controller.propose()
+        controller.update(rejected(gamma) if gamma else Round(0, 0, 1))
+    assert controller.propose() in (0, 1)
+    gammas = []
+    for _ in range(60):
+        gammas.append(controller.propose())
+        controller.update(full(gammas[-1]) if gammas[-1] else Round(0, 0, 1))
+    assert gammas[-1] == 4
+
+
+@pytest.mark.parametrize("alpha, c", [(0.3, 0.05), (0.6, 0.1), (0.8, 0.02), (0.8, 0.3), (0.95, 0.1),
+                                      (0.2, 0.9)])
+def test_cost_aware_converges_to_the_best_gamma(alpha, c):
+    """Simulated rounds with a true alpha: tokens per time within 5% of the best fixed gamma's."""
+    v = [1.0 + 0.04 * gamma for gamma in range(11)]
+    controller = CostAwareGamma(c, v)
+    generator = torch.Generator().manual_seed(0)
+    tokens = time = 0.0
+    for turn in range(1500):
+        gamma = controller.propose()
+        hits = (torch.rand(gamma, generator=generator) < alpha).tolist()
+        accepted = hits.index(False) if False in hits else gamma
+        controller.update(Round(gamma, accepted, accepted + 1))
+        if turn >= 100:
+            tokens, time = tokens + accepted + 1, time + gamma * c + v[gamma]
+    assert tokens / time > 0.95 * max(speed(alpha, gamma, c, v) for gamma in range(11))
+
+
+def test_cost_aware_in_a_run_drafts_more_for_a_better_draft():
+    target, costs = lively("llama"), dict(c=0.1, v=[1.0 + 0.02 * gamma for gamma in range(9)])
+    params = SamplingParams(temperature=0, max_new_tokens=80)
+    proposed = {}
+    for name, draft in {"good": noisy(target, noise=0.005), "bad": lively("llama", seed=7)}.items():
+        out = speculative_sampling_dynamic(target, draft, random_ids(5), params, CostAwareGamma(**costs))
+        proposed[name] = sum(r.proposed for r in out.rounds) / len(out.rounds)
+    assert proposed["good"] > 4 > 1 > proposed["bad"]
+
+
+# ----------------------------------------------------------------------------------------------------- lookup
+
+
+def copied(ids, limit, max_ngram, min_ngram):
+    """What stood behind the latest earlier occurrence of the longest suffix, copied token by token."""
+    n = len(ids)
+    for size in range(min(max_ngram, n - 1), min_ngram - 1, -1):
+        for start in range(n - size - 1, -1, -1):
+            if ids[start : start + size] == ids[n - size :]:
+                text = list(ids)
+                for i in range(limit):
+                    text.append(text[start + size + i])
+                return text[n:]
+    return []
+
+
+def begun(drafter, width=5):
+    drafter.begin(CachedModel(TableModel(table(width, 0))), SamplingParams(), torch.Generator())
+    return drafter
+
+
+@exact
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(0, 9), st.integers(1, 6),
+       st.integers(1, 4), st.integers(0, 3))
+def test_lookup_against_a_naive_oracle(ids, limit, gamma, min_ngram, more):
+    drafter = begun(NGramDrafter(gamma, max_ngram=min_ngram + more, min_ngram=min_ngram))
+    proposal = drafter.propose(torch.tensor(ids), limit)
+    assert proposal.tokens.tolist() == copied(ids, min(limit, gamma), min_ngram + more, min_ngram)
+    assert torch.equal(proposal.q, torch.nn.functional.one_hot(proposal.tokens, 5).float())
+    assert proposal.tokens.dtype == torch.long
+
+
+def test_lookup_prefers_the_longer_then_the_later_match():
+    propose = begun(NGramDrafter(2)).propose
+    assert propose(torch.tensor([1, 2, 3, 0, 2, 4, 1, 2]), 2).tokens.tolist() == [3, 0]
+    assert propose(torch.tensor([2, 3, 0, 2, 4, 1, 2]), 2).tokens.tolist() == [4, 1]
+    assert propose(torch.tensor([4, 3, 3]), 2).tokens.tolist() == [3, 3]
+    assert propose(torch.tensor([1]), 2).tokens.tolist() == []
+
+
+@pytest.mark.parametrize("how", [dict(max_ngram=0), dict(min_ngram=0), dict(min_ngram=4), dict(gamma=0)])
+def test_wrong_lookups_raise(how):
+    with pytest.raises(ValueError):
+        NGramDrafter(**how)
+
+
+def test_lookup_with_a_controller():
+    """A target that repeats itself: the gamma of AIMD grows round by round."""
+    loop = torch.full((4, 4, 3), -9.0)
+    for last in range(3):
+        loop[:, last, (last + 1) % 3] = 9.0
+    out = drafted_sampling(TableModel(loop), NGramDrafter(AIMDGamma(2, high=6)), [0, 1, 2, 0],
+                           SamplingParams(temperature=0, max_new_tokens=40))
+    assert [r.proposed for r in out.rounds][:6] == [2, 3, 4, 5, 6, 6]
+    assert out.tokens == [(1 + i) % 3 for i in range(40)] and out.acceptance_rate == 1
