@@ -1,0 +1,383 @@
+"""trainDraft.py: the teacher's shards, the losses against direct computations, resuming, the shipped drafts."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import trainDraft
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB = 64
+SHIPPED = [ROOT / "models" / name for name in ("smollm2-draft-small", "smollm2-draft-tiny")]
+TEXT = " ".join(f"w{(i * i + 3 * i) % 60}" for i in range(3000))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """A random target of 64 tokens with grouped heads and a law that is far from flat, its tokenizer, a text."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=1))
+    model.lm_head.weight.data *= 12
+    model.save_pretrained(folder)
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(VOCAB - 3)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                            unk_token="<unk>").save_pretrained(folder)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "held.txt").write_text(" ".join(reversed(TEXT.split())))
+    return folder
+
+
+@pytest.fixture
+def target(target_folder):
+    return AutoModelForCausalLM.from_pretrained(target_folder, attn_implementation="grouped").eval()
+
+
+def arguments(folder, out, *more):
+    return ["--target", str(folder), "--out", str(out), "--text", str(folder / "text.txt"), "--threads", "1",
+            "--hidden", "32", "--layers", "1", "--heads", "2", "--intermediate", "48", "--no-bf16",
+            "--sample-rows", "8", "--sample-tokens", "2000", "--score-tokens", "600", "--batch-rows", "8",
+            "--context", "48", "--frequent", "8", "--negatives", "8", "--top-k", "8", "--held-prompts", "3",
+            "--held-prompt-tokens", "8", "--held-new", "16", *more]
+
+
+@pytest.fixture(scope="module")
+def shards(target_folder, tmp_path_factory):
+    """A folder of teacher shards, made by the sampling and the scoring stage."""
+    out = tmp_path_factory.mktemp("run") / "draft"
+    for stage in ("sample", "score"):
+        trainDraft.main(arguments(target_folder, out, "--only", stage))
+    return Path(f"{out}.work") / "samples"
+
+
+# ------------------------------------------------------------------------------------------------- teacher
+
+def test_samples_carry_the_targets_law_and_end_at_a_stop(target):
+    prompts = torch.randint(3, VOCAB, (24, 7), generator=torch.Generator().manual_seed(1))
+    temperatures = torch.tensor([0.0, 1.0, 0.7] * 8)
+    ids, logp, top, length = trainDraft.sample_batch(target, prompts, temperatures, 30, 8,
+                                                     torch.Generator().manual_seed(2), [1, 5, 9])
+    assert (length < 37).any(), "no row ended: rows that leave the batch would not be tested"
+    with torch.inference_mode():
+        full = target(ids).logits.log_softmax(-1)
+    for row in range(24):
+        n = int(length[row])
+        expect = full[row, :n - 1].topk(8)
+        assert torch.equal(expect.indices, top[row, :n - 1])
+        assert torch.allclose(expect.values, logp[row, :n - 1].float(), atol=4e-3)
+        assert not np.isin(ids[row, 7:n - 1].numpy(), [1, 5, 9]).any()
+        assert n == 37 or ids[row, n - 1].item() in (1, 5, 9)
+        if temperatures[row] == 0:
+            assert torch.equal(full[row, 6:n - 1].argmax(-1), ids[row, 7:n])
+
+
+def test_greedy_samples_are_those_of_generate(target):
+    prompt = torch.tensor([[4, 8, 15, 16]])
+    ids, _, _, length = trainDraft.sample_batch(target, prompt, torch.zeros(1), 24, 4, torch.Generator(), [1])
+    expect = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert ids[0, :length[0]].tolist() == expect[0].tolist()
+
+
+def test_draws_follow_the_law():
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]]).repeat(20000, 1)
+    ids = trainDraft.draw(logits, torch.full((20000,), 0.7), torch.Generator().manual_seed(0))
+    expect = (logits[0] / 0.7).softmax(-1)
+    seen = torch.bincount(ids, minlength=4) / len(ids)
+    assert (seen - expect).abs().max() < 5 * math.sqrt(0.25 / len(ids))
+
+
+def test_scored_text_carries_the_targets_law(target, shards):
+    shard = dict(np.load(next(shards.glob("score-*.npz"))))
+    row = torch.from_numpy(shard["ids"][:1, :shard["length"][0]].astype(np.int64))
+    with torch.inference_mode():
+        expect = target(row).logits[0, :-1].log_softmax(-1).topk(8)
+    assert (shard["top"][0, :len(expect.indices)] == expect.indices.numpy()).all()
+    assert np.allclose(shard["logp"][0, :len(expect.values)], expect.values, atol=4e-3)
+
+
+def test_sampling_goes_on_with_what_is_there(target_folder, shards):
+    before = {p.name: p.stat().st_mtime_ns for p in shards.iterdir()}
+    trainDraft.main(arguments(target_folder, shards.parent.with_suffix(""), "--only", "sample"))
+    assert {p.name: p.stat().st_mtime_ns for p in shards.iterdir()} == before
+
+
+def test_a_shard_killed_while_written_is_not_taken_for_whole(shards, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def dies(file, **arrays):
+        file.write(b"PK half a shard")
+        raise Killed
+
+    monkeypatch.setattr(np, "savez", dies)
+    with pytest.raises(Killed):
+        trainDraft.save_shard(tmp_path / "sample-0-00000.npz", ids=np.zeros(3))
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.npz"))
+    with pytest.raises(ValueError, match="no teacher shards"):
+        trainDraft.Shards(tmp_path)
+    trainDraft.save_shard(tmp_path / "sample-0-00000.npz", **dict(np.load(next(shards.glob("*.npz")))))
+    assert len(trainDraft.Shards(tmp_path).loaded) == 1
+
+
+# ------------------------------------------------------------------------------------------------- student
+
+def test_principal_embedding_keeps_inner_products():
+    weight = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(0)) @ torch.diag(torch.arange(1.0, 25))
+    small = trainDraft.principal_embedding(weight, 24)
+    scale = (small.square().sum() / weight.square().sum()).item()
+    assert torch.allclose(small @ small.T, scale * weight @ weight.T, atol=1e-4)
+    # Eckart-Young: no projection on 8 directions keeps more
+    kept = trainDraft.principal_embedding(weight, 8)
+    part = torch.linalg.svd(weight).S
+    errors = []
+    for table in (kept, weight[:, :8], weight[:, -8:]):
+        hat = table @ torch.linalg.lstsq(table, weight).solution
+        errors.append((hat - weight).square().sum().item())
+    assert errors[0] == pytest.approx(part[8:].square().sum().item(), rel=1e-4)
+    assert errors[0] <= min(errors[1:]) + 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------- loss
+
+def test_loss_with_all_of_the_vocabulary_is_the_plain_kl():
+    g = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(9, 11, generator=g) * 2, torch.randn(9, 11, generator=g) * 3
+    logp, top = teacher.log_softmax(-1).sort(-1, descending=True)
+    labels = torch.randint(0, 11, (9,), generator=g)
+    loss, kl, ce = trainDraft.distillation_loss(logits, labels, top, logp, 0.7, 0.3)
+    expect_kl = torch.nn.functional.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True,
+                                           reduction="batchmean")
+    hard = torch.nn.functional.cross_entropy(logits, teacher.argmax(-1))
+    assert torch.allclose(kl, expect_kl, atol=1e-5)
+    assert torch.allclose(ce, torch.nn.functional.cross_entropy(logits, labels), atol=1e-5)
+    assert torch.allclose(loss, 0.7 * expect_kl + 0.3 * hard, atol=1e-5)
+
+
+def test_left_over_mass_is_one_more_class():
+    g = torch.Generator().manual_seed(3)
+    logits, teacher = torch.randn(5, 11, generator=g), torch.randn(5, 11, generator=g)
+    logp, top = teacher.log_softmax(-1).topk(4)
+    _, kl, _ = trainDraft.distillation_loss(logits, top[:, 0], top, logp, 1.0, 0.0)
+    p, q = teacher.softmax(-1), logits.softmax(-1)
+    merged = []
+    for law in (p, q):
+        head = law.gather(1, top)
+        merged.append(torch.cat([head, 1 - head.sum(1, keepdim=True)], 1))
+    expect = (merged[0] * (merged[0] / merged[1]).log()).sum(1).mean()
+    assert torch.allclose(kl, expect, atol=1e-5)
+    same = trainDraft.distillation_loss(teacher, top[:, 0], top, logp, 1.0, 0.0)[1]
+    assert abs(same.item()) < 1e-6
+
+
+def batch_of(P, k, g):
+    teacher = torch.randn(P, VOCAB, generator=g)
+    logp, top = teacher.log_softmax(-1).topk(k)
+    return dict(labels=torch.randint(0, VOCAB, (P,), generator=g), top=top, logp=logp)
+
+
+class Weights:
+    kl_weight, ce_weight, bf16, negatives = 1.0, 0.5, False, VOCAB
+    frequent_ids = torch.arange(4)
+
+
+def test_restricted_softmax_over_all_ids_is_the_full_loss_with_its_gradients():
+    g = torch.Generator().manual_seed(0)
+    batch, weight = batch_of(30, 5, g), torch.randn(VOCAB, 16, generator=g).requires_grad_()
+    source = torch.randn(30, 16, generator=g).requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    numbers = trainDraft.backward_through_head(source * 1.0, weight, batch, Weights, g, chunk=7)
+    got = source.grad.clone(), weight.grad.clone()
+    source.grad = weight.grad = None
+    loss, kl, ce = trainDraft.distillation_loss(source @ weight.T, batch["labels"], batch["top"], batch["logp"],
+                                                1.0, 0.5)
+    loss.backward()
+    assert numbers == pytest.approx([loss.item(), kl.item(), ce.item()], abs=1e-4)
+    assert torch.allclose(got[0], source.grad, atol=1e-5) and torch.allclose(got[1], weight.grad, atol=1e-5)
+
+
+def test_random_negatives_leave_the_normaliser_unbiased():
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    sums = []
+    for seed in range(4000):
+        ids, bias, column = trainDraft.candidates(torch.tensor([3]), torch.tensor([[3, 9]]), torch.tensor([0, 1]), 8,
+                                                  VOCAB, torch.Generator().manual_seed(seed))
+        assert len(ids) == 4 + 8 and (ids[column[[0, 1, 3, 9]]] == torch.tensor([0, 1, 3, 9])).all()
+        sums.append((logits[ids] + bias).exp().sum())
+    sums = torch.stack(sums)
+    assert abs(sums.mean() - logits.exp().sum()) < 4 * sums.std() / math.sqrt(len(sums))
+
+
+# --------------------------------------------------------------------------------------------------- train
+
+def train(folder, out, shards, *more):
+    trainDraft.main(arguments(folder, out, "--only", "train", "--teacher", str(shards), *more))
+    return trainDraft.load(out, torch.float32).state_dict()
+
+
+def held(folder):
+    return "--held-out", f"{folder / 'held.txt'}=held"
+
+
+def test_training_raises_the_agreement_and_writes_a_card(target_folder, shards, tmp_path, capsys):
+    figures = []
+    for steps in ("1", "150"):
+        train(target_folder, tmp_path / steps, shards, "--steps", steps, *held(target_folder))
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
+        figures.append(last["agreement"]["all"])
+    assert figures[1]["positions"] == figures[0]["positions"] > 20
+    assert figures[1]["agreement"] > figures[0]["agreement"] + 0.05
+    assert figures[1]["alpha"] > figures[0]["alpha"]
+    card = (tmp_path / "150" / "README.md").read_text()
+    assert f"{figures[1]['agreement']:.3f}" in card and "--steps 150" in card
+    trainDraft.main(["--evaluate", str(tmp_path / "150"), "--target", str(target_folder), "--held-prompts", "3",
+                     "--held-prompt-tokens", "8", "--held-new", "16", *held(target_folder)])
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])["agreement"]["all"]
+    assert again == pytest.approx(figures[1])
+
+
+def test_agreement_against_a_loop(target_folder, target, tmp_path):
+    torch.manual_seed(5)
+    draft = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2, num_key_value_heads=2))
+    rows = [{"source": "a", "prompt": 4, "ids": list(range(3, 23))}, {"source": "b", "prompt": 2, "ids": [7] * 9}]
+    figures = trainDraft.evaluate(draft, rows, target)
+    hits, alphas = [], []
+    for row in rows:
+        for at in range(row["prompt"], len(row["ids"])):
+            prefix = torch.tensor([row["ids"][:at]])
+            with torch.no_grad():
+                q, p = draft(prefix).logits[0, -1], target(prefix).logits[0, -1]
+            hits.append(q.argmax().item() == row["ids"][at])
+            alphas.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item())
+    assert figures["all"]["agreement"] == pytest.approx(np.mean(hits))
+    assert figures["all"]["alpha"] == pytest.approx(np.mean(alphas), abs=1e-5)
+    assert figures["a"]["positions"] == 16 and figures["b"]["positions"] == 7
+    same = trainDraft.evaluate(target, [{"source": "a", "prompt": 4, "ids": target.generate(
+        torch.tensor([[4, 8, 15, 16]]), max_new_tokens=12, do_sample=False)[0].tolist()}], target)
+    assert same["all"]["agreement"] == 1.0 and same["all"]["alpha"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_resumed_run_equals_an_uninterrupted_one(target_folder, shards, tmp_path, monkeypatch):
+    whole = train(target_folder, tmp_path / "whole", shards, "--steps", "12")
+    step = trainDraft.train_step
+
+    def interrupted(*args):
+        if args[4] == 7:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(trainDraft, "train_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(target_folder, tmp_path / "parts", shards, "--steps", "12", "--save-seconds", "0")
+    monkeypatch.undo()
+    saved = torch.load(tmp_path / "parts.work" / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 7
+    parts = train(target_folder, tmp_path / "parts", shards, "--steps", "12")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_kill_minus_nine_leaves_a_usable_checkpoint(target_folder, shards, tmp_path):
+    command = arguments(target_folder, tmp_path / "draft", "--only", "train", "--teacher", str(shards), "--steps",
+                        "100000", "--save-seconds", "0")
+    process = subprocess.Popen([sys.executable, ROOT / "trainDraft.py", *command], stderr=subprocess.DEVNULL,
+                               cwd=tmp_path)
+    path, deadline = tmp_path / "draft.work" / "checkpoint.pt", time.time() + 60
+    while not path.exists() and time.time() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    saved = torch.load(path, weights_only=True)
+    train(target_folder, tmp_path / "draft", shards, "--steps", str(saved["step"] + 2))
+    assert torch.load(path, weights_only=True)["step"] == saved["step"] + 2
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+@pytest.mark.parametrize("flags, message", [
+    (["--steps", "0"], "--steps"),
+    (["--steps", "x"], "--steps"),
+    (["--steps", "2", "--hidden", "30", "--heads", "4"], "--heads"),
+    (["--steps", "2", "--layers", "0"], "--layers"),
+    (["--steps", "2", "--text", "absent.txt"], "no such file: absent.txt"),
+    (["--steps", "2", "--held-out", "absent.txt"], "no such file: absent.txt"),
+    (["--steps", "2", "--target", "absent-model"], "absent-model"),
+    (["--steps", "2", "--only", "train"], "no teacher shards"),
+    (["--nonsense"], "--nonsense"),
+])
+def test_bad_input_ends_in_one_line(target_folder, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        trainDraft.run(arguments(target_folder, tmp_path / "draft", *flags))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Loading weights" not in line]
+    assert stop.value.code == 2 and len(lines) == 1 and message in lines[0]
+
+
+# ------------------------------------------------------------------------------------------ shipped drafts
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda p: p.name)
+def test_shipped_draft_is_a_llama_that_knows_its_tokenizer(folder):
+    if not (folder / "model.safetensors").exists():
+        pytest.skip(f"models/{folder.name} is not there")
+    draft = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert draft.dtype == torch.bfloat16 and draft.config.vocab_size == len(tokenizer) == 49152
+    text = "The tower is 324 metres tall.\n\n = = Héllo = ="
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    logits = draft(torch.tensor([tokenizer(text).input_ids])).logits
+    assert torch.isfinite(logits).all()
+    assert "agreement" in (folder / "README.md").read_text().lower()
+
+
+def test_shipped_small_draft_copies():
+    """What repeats is foretold: greedy text loops, and copying is most of what the small draft is good for."""
+    folder = SHIPPED[0]
+    if not (folder / "model.safetensors").exists():
+        pytest.skip("the small draft is not there")
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    sentence = AutoTokenizer.from_pretrained(folder, local_files_only=True)(
+        " The old lighthouse keeper painted seven wooden boats before the storm reached Lisbon.").input_ids
+    guess = draft(torch.tensor([sentence * 4])).logits[0].argmax(-1)
+    n = len(sentence)
+    first = (guess[:n - 1] == torch.tensor(sentence[1:])).float().mean()
+    last = (guess[3 * n:4 * n - 1] == torch.tensor(sentence[1:])).float().mean()
+    assert last > 0.5 and last > first + 0.2
+
+
+def test_shipped_drafts_stay_small():
+    folders = [f for f in SHIPPED if f.exists()]
+    if not folders:
+        pytest.skip("no shipped draft")
+    assert sum(p.stat().st_size for f in folders for p in f.rglob("*") if p.is_file()) < 40e6
+
+
+def test_shipped_tokenizers_are_the_targets():
+    target = ROOT / "models" / "SmolLM2-135M-Instruct"
+    if not (target / "tokenizer.json").exists() or not all(f.exists() for f in SHIPPED):
+        pytest.skip("the converted target is not there")
+    vocab = AutoTokenizer.from_pretrained(target, local_files_only=True).get_vocab()
+    for folder in SHIPPED:
+        assert AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab() == vocab

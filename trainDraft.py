@@ -1,0 +1,876 @@
+"""Distil a small draft for any target: sample the target, keep its top-k law, train a little Llama on it."""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig,
+                          LlamaForCausalLM)
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+# The sampling mix: rows of a batch share a prompt length and a number of new tokens; each has its own temperature.
+TOP_K = 16                                       # teacher log-probabilities kept per position
+SAMPLE_ROWS = 128
+TEMPERATURES = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))               # (temperature, share of the rows)
+SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))   # (prompt, new tokens, share)
+SCORE_CONTEXT = 256                              # tokens of a window of text that the teacher scores
+
+# Training. A batch is rows of one shard, cropped to CONTEXT but for a share of longer ones.
+BATCH_ROWS = 12
+CONTEXT = 256
+LONG_SHARE = 0.15
+PROMPT_SHARE = 0.3                               # positions inside the prompt that count; all later ones do
+COPY_SHARE = 0.05                                # batches of repeated segments, which teach the heads to copy
+COPY_WARMUP = 0.05                               # part of the run in which every other batch is such a one
+LR, EMBEDDING_LR, WARMUP_STEPS, DECAY = 2e-3, 1e-3, 100, 0.5      # linear decay over the last half
+KL_WEIGHT, CE_WEIGHT = 1.0, 0.5                  # CE: against the target's likeliest token, what greedy needs
+FREQUENT, NEGATIVES = 3072, 1024                 # ids added to those a batch names in the restricted softmax
+SAVE_SECONDS = 60
+
+# Evaluation: greedy continuations of held-out prompts.
+HELD_PROMPTS, HELD_PROMPT_TOKENS, HELD_NEW = 24, 64, 128
+
+
+# ---------------------------------------------------------------------------------------------------- data
+
+class Source:
+    """Prompts of one file: windows of a text, or the heads of separate documents."""
+
+    def __init__(self, name, documents, weight, whole):
+        self.name, self.weight, self.whole = name, weight, whole
+        self.documents = [np.asarray(d, dtype=np.int32) for d in documents if len(d)]
+        self.lengths = np.array([len(d) for d in self.documents])
+
+    def draw(self, n, rng):
+        """One prompt of n ids: a window at random; of separate prompts a whole one where the length is met."""
+        fit = np.flatnonzero(self.lengths == n) if self.whole and rng.random() < 0.7 else ()
+        fit = fit if len(fit) else np.flatnonzero(self.lengths >= n)
+        if not len(fit):
+            return None
+        weights = None if self.whole else self.lengths[fit] / self.lengths[fit].sum()
+        document = self.documents[rng.choice(fit, p=weights)]
+        start = 0 if self.whole else rng.integers(0, len(document) - n + 1)
+        return document[start:start + n]
+
+
+def split_weight(spec):
+    """`FILE=0.3` -> (Path, 0.3); a bare FILE weighs 1."""
+    path, _, weight = spec.partition("=")
+    return Path(path), float(weight or 1)
+
+
+def read_text(path):
+    return path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
+
+
+def read_prompts(path):
+    """Texts of a JSON-lines file: `prompt`, else the first of `turns`, else `question`."""
+    for line in path.open(encoding="utf-8"):
+        row = json.loads(line)
+        yield row.get("prompt") or (row.get("turns") or [None])[0] or row["question"]
+
+
+def load_sources(args, tokenizer):
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    sources = []
+    for spec in args.text:
+        path, weight = split_weight(spec)
+        sources.append(Source(path.name, [encode(read_text(path))], weight, whole=False))
+    for spec in args.prompts:
+        path, weight = split_weight(spec)
+        texts = list(read_prompts(path))[:args.prompt_limit]
+        sources.append(Source(path.name, [encode(t) for t in texts], weight, whole=True))
+    for spec in args.samples:
+        path, weight = split_weight(spec)
+        rows = [json.loads(line) for line in path.open()]
+        rows = [r["prompt"] + r["continuation"] for r in rows if r["mode"] != "greedy"]
+        sources.append(Source(path.name, rows, weight, whole=False))
+    return sources
+
+
+# ------------------------------------------------------------------------------------------------- teacher
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """For one new token, the query heads that share a key head become the rows of one matrix product.
+
+    torch's fused CPU kernel is ten times slower for this shape. query [B, H, 1, D], key and value [B, G, T, D].
+    """
+    B, H, n, D = query.shape
+    if n > 1 or attention_mask is not None or kwargs.get("softcap"):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    rows = query.reshape(B, key.shape[1], H // key.shape[1], D)
+    scores = (rows @ key.transpose(2, 3)).float() * scaling
+    out = scores.softmax(-1).to(value.dtype) @ value
+    return out.reshape(B, H, 1, -1).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class ReservedLayer(DynamicLayer):
+    """A cache layer with room set aside, so that a step writes one column instead of copying the whole cache."""
+
+    def __init__(self, capacity):
+        super().__init__()
+        self.capacity, self.used = capacity, 0
+
+    def lazy_initialization(self, key_states, value_states):
+        room = lambda x: x.new_empty(*x.shape[:2], self.capacity, x.shape[3])
+        self.room = room(key_states), room(value_states)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.used + key_states.shape[-2]
+        for room, new in zip(self.room, (key_states, value_states)):
+            room[:, :, self.used:end] = new
+        self.used = end
+        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices):
+        self.room = tuple(room[indices] for room in self.room)
+        self.keys, self.values = (room[:, :, :self.used] for room in self.room)
+
+
+def reserved_cache(model, capacity):
+    """A cache for `capacity` positions; layers with a sliding window stay transformers' own."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def top_law(logits, k):
+    """logits [..., V] -> (log-probabilities [..., k] float16, ids [..., k]) of the k likeliest tokens at T = 1."""
+    values, ids = logits.topk(k, dim=-1)
+    logp = values.float() - torch.logsumexp(logits.float(), -1, keepdim=True)
+    return logp.half(), ids
+
+
+def draw(logits, temperatures, generator):
+    """One id a row: argmax where the temperature is 0, else a draw (inverse CDF) at that temperature. [B]"""
+    ids = logits.argmax(-1)
+    hot = temperatures.nonzero().squeeze(-1)
+    if len(hot):
+        cdf = (logits[hot].float() / temperatures[hot, None]).softmax(-1).cumsum(-1)
+        u = torch.rand(len(hot), 1, generator=generator) * cdf[:, -1:]
+        ids[hot] = torch.searchsorted(cdf, u, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return ids
+
+
+@torch.inference_mode()
+def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
+    """Continue prompts [B, n] by n_new tokens each; the teacher's top-k law stands at every position.
+
+    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B]); entry i is the
+    law of token i + 1. A row ends with its first stop token; ended rows leave the batch now and then.
+    """
+    B, n = prompts.shape
+    ids = torch.zeros(B, n + n_new, dtype=torch.long)
+    logp, top = torch.zeros(B, n + n_new - 1, k, dtype=torch.half), torch.zeros(B, n + n_new - 1, k, dtype=torch.long)
+    length = torch.full((B,), n + n_new)
+    ids[:, :n] = prompts
+    cache, rows, stops = reserved_cache(model, n + n_new), torch.arange(B), torch.tensor(stops, dtype=torch.long)
+    logits = model(prompts, cache=cache).logits
+    for i in range(n - 1):
+        logp[:, i], top[:, i] = top_law(logits[:, i], k)
+    logits = logits[:, -1].clone()
+    for at in range(n, n + n_new):
+        logp[rows, at - 1], top[rows, at - 1] = top_law(logits, k)
+        ids[rows, at] = draw(logits, temperatures[rows], generator)
+        ended = torch.isin(ids[rows, at], stops) & (length[rows] > at + 1)
+        length[rows[ended]] = at + 1
+        alive = length[rows] > at + 1
+        if not alive.any():
+            break
+        if alive.float().mean() < 0.95:
+            rows = rows[alive]
+            cache.batch_select_indices(alive.nonzero().squeeze(1))
+        logits = model(ids[rows, at:at + 1], cache=cache).logits[:, -1]
+    return ids, logp, top, length
+
+
+def save_shard(path, **arrays):
+    """Write a shard under another name and rename it, so that a half-written one is never taken for whole."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def stop_ids(model):
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def sample_target(args, model, sources, folder):
+    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    have = [np.load(p) for p in sorted(folder.glob("sample-*.npz"))]
+    done = sum(int((h["length"] - h["prompt"]).sum()) for h in have)
+    small = np.uint16 if model.config.vocab_size <= 1 << 16 else np.int32
+    share = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
+    bar = tqdm(total=args.sample_tokens, initial=done, unit="tok", desc="sampling the target", smoothing=0.1)
+    number = len(list(folder.glob(f"sample-{args.seed}-*.npz")))
+    while done < args.sample_tokens:
+        rng = np.random.default_rng((args.seed, number))
+        (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
+        n = int(rng.integers(low, high + 1))
+        prompts, names, hot = [], [], []
+        while len(prompts) < args.sample_rows:
+            source = rng.choice(len(sources), p=share)
+            prompt = sources[source].draw(n, rng)
+            if prompt is not None:
+                prompts.append(prompt), names.append(sources[source].name)
+                hot.append(rng.choice([t for t, _ in TEMPERATURES], p=[s for _, s in TEMPERATURES]))
+        generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
+        ids, logp, top, length = sample_batch(
+            model, torch.tensor(np.stack(prompts), dtype=torch.long), torch.tensor(hot, dtype=torch.float32),
+            n_new, args.top_k, generator, stop_ids(model))
+        length = length.numpy().astype(np.int32)
+        save_shard(folder / f"sample-{args.seed}-{number:05d}.npz", ids=ids.numpy().astype(np.int32), length=length,
+                   prompt=np.full(len(length), n, np.int32), source=np.array(names), temperature=np.array(hot),
+                   logp=logp.numpy(), top=top.numpy().astype(small))
+        new = int((length - n).sum())
+        number, done = number + 1, done + new
+        bar.update(new)
+    bar.close()
+    return done
+
+
+@torch.inference_mode()
+def score_rows(model, rows, prompt, k):
+    """The teacher's top-k law over given rows [list of 1-D ids], right-padded: arrays of one shard."""
+    length = np.array([len(r) for r in rows], dtype=np.int32)
+    ids = np.zeros((len(rows), length.max()), dtype=np.int64)
+    for row, tokens in zip(ids, rows):
+        row[:len(tokens)] = tokens
+    laws = []
+    for piece in torch.from_numpy(ids).split(4):
+        laws.append(top_law(model(piece, use_cache=False).logits[:, :-1], k))
+    logp, top = (torch.cat(x).numpy() for x in zip(*laws))
+    return dict(ids=ids.astype(np.int32), length=length, prompt=np.array(prompt, dtype=np.int32), logp=logp, top=top)
+
+
+def score_jobs(args, tokenizer):
+    """(name, source, temperature, rows, prompts) of each shard that the scoring stage makes, in a fixed order."""
+    for spec in args.samples:
+        path, _ = split_weight(spec)
+        given = sorted((json.loads(line) for line in path.open()), key=lambda r: len(r["prompt"] + r["continuation"]))
+        for n, at in enumerate(range(0, len(given), 64)):
+            part = given[at:at + 64]
+            yield (f"score-{path.stem}-{n:04d}", [r["source"] for r in part],
+                   [{"greedy": 0.0, "T0.7": 0.7}.get(r["mode"], 1.0) for r in part],
+                   [r["prompt"] + r["continuation"] for r in part], [len(r["prompt"]) for r in part])
+    for source in load_sources(argparse.Namespace(**{**vars(args), "samples": []}), tokenizer):
+        stream = np.concatenate(source.documents)[:args.score_tokens]
+        rows = [r for r in np.split(stream, range(SCORE_CONTEXT, len(stream), SCORE_CONTEXT)) if len(r) > 1]
+        for n, at in enumerate(range(0, len(rows), 64)):
+            part = rows[at:at + 64]
+            yield f"score-{Path(source.name).stem}-{n:04d}", [source.name] * len(part), [-1.0] * len(part), part, \
+                [1] * len(part)
+
+
+def score_texts(args, model, tokenizer, folder):
+    """Teacher laws for the given samples and the head of each text (temperature -1: written by people)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    small = np.uint16 if model.config.vocab_size <= 1 << 16 else np.int32
+    jobs = [job for job in score_jobs(args, tokenizer) if not (folder / f"{job[0]}.npz").exists()]
+    bar = tqdm(total=sum(len(r) for job in jobs for r in job[3]), unit="tok", desc="scoring texts")
+    for name, source, temperature, rows, prompts in jobs:
+        arrays = score_rows(model, rows, prompts, args.top_k)
+        arrays["top"] = arrays["top"].astype(small)
+        save_shard(folder / f"{name}.npz", source=np.array(source), temperature=np.array(temperature), **arrays)
+        bar.update(sum(map(len, rows)))
+    bar.close()
+
+
+# ------------------------------------------------------------------------------------------------- student
+
+def principal_embedding(weight, hidden):
+    """The target's embedding [V, D] in the coordinates of its `hidden` top principal directions, rms 0.05."""
+    weight = weight.detach().float()
+    _, vectors = torch.linalg.eigh(weight.T @ weight)
+    small = weight @ vectors.flip(1)[:, :hidden]
+    small = torch.nn.functional.pad(small, (0, hidden - small.shape[1]))
+    return small * (0.05 / small.square().mean().sqrt())
+
+
+def make_student(args, target):
+    """A small Llama with the target's vocabulary; its tied embedding starts as a projection of the target's."""
+    torch.manual_seed(args.seed)
+    weight, config = target.get_input_embeddings().weight, target.config
+    student = LlamaForCausalLM(LlamaConfig(
+        vocab_size=weight.shape[0], hidden_size=args.hidden, intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=args.heads,
+        max_position_embeddings=args.positions, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id))
+    student.get_input_embeddings().weight.data.copy_(principal_embedding(weight, args.hidden))
+    return student
+
+
+# ---------------------------------------------------------------------------------------------------- loss
+
+def distillation_loss(logits, labels, top, logp, kl_weight, ce_weight):
+    """Mean over positions of kl_weight * KL(target || draft) + ce_weight * CE of the target's likeliest token.
+
+    logits [P, C]; labels [P] and top [P, k] index its columns; logp [P, k] the target's log-probabilities. What
+    the top k leave over is one more class on both sides, so with k = C this is the plain KL. Returns (loss, KL,
+    CE of the labels), the last two for the log only.
+    """
+    logits = logits.float()
+    log_z = torch.logsumexp(logits, -1, keepdim=True)
+    logq, logp = logits.gather(1, top) - log_z, logp.float()
+    p, q = logp.exp(), logq.exp()
+    kl = (p * (logp - logq)).sum(1)
+    p_rest, q_rest = (1 - p.sum(1)).clamp(min=0), (1 - q.sum(1)).clamp(min=1e-6)
+    kl = kl + torch.where(p_rest > 1e-4, p_rest * (p_rest.clamp(min=1e-6).log() - q_rest.log()), 0.0)
+    loss = kl_weight * kl.mean() - ce_weight * logq[:, 0].mean()
+    label_ce = (log_z - logits.gather(1, labels[:, None])).detach().mean()
+    return loss, kl.detach().mean(), label_ce
+
+
+def candidates(labels, top, frequent, n_negatives, vocab, generator):
+    """The ids of a restricted softmax, and the bias of its columns.
+
+    All ids that the batch names, the frequent ones, and random others, which stand for the r-th part of what is
+    missing: their logits get log(1/r), which keeps the normaliser unbiased. Returns (ids [C], bias [C],
+    column of each id [vocab], -1 where missing).
+    """
+    named = torch.zeros(vocab, dtype=torch.bool)
+    named[labels] = True
+    named[top.reshape(-1)] = True
+    named[frequent] = True
+    rest = (~named).nonzero().squeeze(1)
+    n = min(n_negatives, len(rest))
+    chosen = rest[torch.randperm(len(rest), generator=generator)[:n]]
+    ids = torch.cat([named.nonzero().squeeze(1), chosen])
+    bias = torch.zeros(len(ids))
+    if n:
+        bias[-n:] = math.log(len(rest) / n)
+    column = torch.full((vocab,), -1)
+    column[ids] = torch.arange(len(ids))
+    return ids, bias, column
+
+
+def backward_through_head(hidden, weight, batch, args, generator, chunk=1024):
+    """Loss of the chosen positions, in chunks so that positions x candidates never stands in memory at once.
+
+    hidden [P, D] carries the graph; gradients are accumulated in it and in weight [V, D]. Returns the numbers
+    (loss, KL, label CE).
+    """
+    labels, top, logp = batch["labels"], batch["top"], batch["logp"]
+    ids, bias, column = candidates(labels, top, args.frequent_ids, args.negatives, weight.shape[0], generator)
+    small = weight[ids].detach().requires_grad_()
+    leaf = hidden.detach().requires_grad_()
+    totals = torch.zeros(3)
+    for at in range(0, len(labels), chunk):
+        part = slice(at, at + chunk)
+        share = len(labels[part]) / len(labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            logits = leaf[part] @ small.T
+        out = distillation_loss(logits + bias, column[labels[part]], column[top[part]], logp[part],
+                                args.kl_weight, args.ce_weight)
+        (out[0] * share).backward()
+        totals += torch.stack([x.detach() for x in out]) * share
+    hidden.backward(leaf.grad)
+    weight.grad.index_add_(0, ids, small.grad)
+    return totals.tolist()
+
+
+# --------------------------------------------------------------------------------------------------- train
+
+class Shards:
+    """The shards of a folder in memory; `refresh` takes in what has arrived since."""
+
+    def __init__(self, folder, minimum=1):
+        self.folder, self.loaded, self.names = Path(folder), [], set()
+        self.refresh()
+        if len(self.loaded) < minimum:
+            raise ValueError(f"no teacher shards in {folder}: sample first (--only sample, --only score)")
+
+    def refresh(self):
+        for path in sorted(self.folder.glob("*.npz")):
+            if path.name not in self.names:
+                self.names.add(path.name)
+                self.loaded.append(dict(np.load(path)))
+        self.weights = np.array([len(s["length"]) for s in self.loaded], dtype=float)
+
+    def counts(self):
+        """Tokens by (source, how they were written)."""
+        total = Counter()
+        for s in self.loaded:
+            for source, t, n in zip(s["source"], s["temperature"], s["length"] - s["prompt"]):
+                total[str(source), "text" if t < 0 else "greedy" if t == 0 else f"T={t:g}"] += int(n)
+        return total
+
+    def frequent(self, n, vocab):
+        """The n most frequent ids."""
+        count = np.zeros(vocab, dtype=np.int64)
+        for s in self.loaded:
+            count += np.bincount(s["ids"].reshape(-1), minlength=vocab)[:vocab]
+        return torch.from_numpy(np.argsort(-count, kind="stable")[:n].copy())
+
+
+def teacher_batch(shards, args, rng):
+    """Rows of one shard as (ids [R, L], positions that count, labels [P], top [P, k], logp [P, k])."""
+    shard = shards.loaded[rng.choice(len(shards.loaded), p=shards.weights / shards.weights.sum())]
+    rows = rng.choice(len(shard["length"]), min(args.batch_rows, len(shard["length"])), replace=False)
+    width = int(shard["length"][rows].max())
+    limit = width if rng.random() < LONG_SHARE else args.context
+    start = int(rng.integers(0, max(width - limit, 0) + 1))
+    span = slice(start, min(start + limit, width))
+    ids = torch.from_numpy(shard["ids"][rows, span].astype(np.int64))
+    i = np.arange(span.start, span.stop - 1)[None, :]
+    keep = (i + 1 < shard["length"][rows, None]) & (
+        (i + 1 >= shard["prompt"][rows, None]) | (rng.random((len(rows), i.shape[1])) < PROMPT_SHARE))
+    keep = torch.from_numpy(keep)
+    laws = slice(span.start, span.stop - 1)
+    return dict(ids=ids, keep=keep, labels=ids[:, 1:][keep],
+                top=torch.from_numpy(shard["top"][rows, laws].astype(np.int64))[keep],
+                logp=torch.from_numpy(shard["logp"][rows, laws])[keep])
+
+
+def copy_batch(shards, args, vocab, rng):
+    """Segments (of the corpus, or of random ids) repeated to fill a row; the repetitions count."""
+    shard = shards.loaded[rng.integers(len(shards.loaded))]
+    n = int(rng.integers(8, max(9, args.context // 3)))
+    rows = rng.choice(len(shard["length"]), args.batch_rows)
+    segment = shard["ids"][rows, :n].astype(np.int64)
+    random = rng.random(len(rows)) < 0.3
+    segment[random] = rng.integers(0, vocab, (int(random.sum()), segment.shape[1]))
+    n = segment.shape[1]
+    ids = torch.from_numpy(np.tile(segment, (1, -(-args.context // n)))[:, :args.context])
+    keep = torch.zeros(len(rows), ids.shape[1] - 1, dtype=torch.bool)
+    keep[:, n:] = True
+    labels = ids[:, 1:][keep]
+    return dict(ids=ids, keep=keep, labels=labels, top=labels[:, None], logp=torch.zeros(len(labels), 1))
+
+
+def optimisers(student, args):
+    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in student.named_parameters() if p.ndim == 2 and ".layers." in n]
+    others = [p for n, p in student.named_parameters() if p.ndim == 1]
+    table = student.get_input_embeddings().weight
+    return [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([{"params": [table], "lr": args.embedding_lr}, {"params": others, "lr": args.lr}],
+                              betas=(0.9, 0.98), weight_decay=0.0, fused=True)]
+
+
+def schedule(step, progress):
+    """Factor of the learning rates: warm-up, a plateau, a linear decay over the last part."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, max(0.0, (1 - progress) / DECAY))
+
+
+def train_step(student, optims, shards, args, step, progress):
+    """One update; the batch depends on the seed and the step alone. Returns (positions, loss, KL, label CE)."""
+    rng = np.random.default_rng((args.seed, step, 7))
+    copying = rng.random() < (0.5 if progress < COPY_WARMUP else args.copy_share)
+    vocab = student.config.vocab_size
+    batch = copy_batch(shards, args, vocab, rng) if copying else teacher_batch(shards, args, rng)
+    table = student.get_input_embeddings().weight
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+        hidden = student.model(batch["ids"][:, :-1], use_cache=False).last_hidden_state[batch["keep"]]
+    table.grad = torch.zeros_like(table)
+    numbers = backward_through_head(hidden.float(), table, batch, args,
+                                    torch.Generator().manual_seed(args.seed * 1_000_003 + step))
+    torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    factor = schedule(step, progress)
+    for optim in optims:
+        for group in optim.param_groups:
+            group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
+        optim.step()
+        optim.zero_grad(set_to_none=True)
+    return len(batch["labels"]), copying, *numbers
+
+
+def save_checkpoint(path, state):
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def train(args, student, shards, work, held=None):
+    """Train until `args.steps` or `args.minutes` are over, from the checkpoint in `work` where there is one."""
+    optims, path = optimisers(student, args), work / "checkpoint.pt"
+    state = dict(step=0, seconds=0.0, positions=0, loss=None)
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        student.load_state_dict(saved["model"])
+        for optim, s in zip(optims, saved["optims"]):
+            optim.load_state_dict(s)
+        state = {k: saved[k] for k in state}
+    args.frequent_ids = shards.frequent(args.frequent, student.config.vocab_size)
+
+    def pack():
+        return {**state, "model": student.state_dict(), "optims": [o.state_dict() for o in optims]}
+
+    student.train()
+    bar = tqdm(total=args.steps or None, initial=state["step"], unit="step", desc="training")
+    copy_loss, last_save, last_eval, clock = math.nan, time.time(), time.time(), time.time()
+    while True:
+        progress = max(state["step"] / args.steps if args.steps else 0,
+                       state["seconds"] / (60 * args.minutes) if args.minutes else 0)
+        if progress >= 1:
+            break
+        n, copying, loss, kl, ce = train_step(student, optims, shards, args, state["step"], progress)
+        state["step"] += 1
+        state["positions"] += n
+        state["seconds"], clock = state["seconds"] + time.time() - clock, time.time()
+        if not copying:
+            numbers = loss, kl, ce
+            state["loss"] = [0.98 * a + 0.02 * b for a, b in zip(state["loss"] or numbers, numbers)]
+        else:
+            copy_loss = loss
+        bar.update()
+        bar.set_postfix_str(f"loss {state['loss'][0] if state['loss'] else math.nan:.3f} copy {copy_loss:.3f} "
+                            f"{state['positions'] / 1e6:.2f}M positions")
+        if time.time() - last_save > args.save_seconds:
+            save_checkpoint(path, pack())
+            shards.refresh()
+            last_save = time.time()
+        if held and time.time() - last_eval > args.eval_seconds:
+            figures = evaluate(student, held)
+            tqdm.write(f"step {state['step']}  loss {state['loss'][0]:.3f}  {agreement_line(figures)}")
+            student.train()
+            last_eval = time.time()
+        # evaluating and saving is not training time
+        clock = time.time()
+    bar.close()
+    save_checkpoint(path, pack())
+    return state
+
+
+# ------------------------------------------------------------------------------------------------ evaluate
+
+def held_windows(path, n_prompts, n_tokens, tokenizer, after):
+    """Evenly spaced windows of a text, or the heads of the last separate prompts that are long enough."""
+    if path.suffix == ".jsonl":
+        rows = [tokenizer(t, add_special_tokens=False).input_ids for t in list(read_prompts(path))[after:]]
+        return [r[:n_tokens] for r in rows if len(r) >= n_tokens][:n_prompts]
+    ids = tokenizer(read_text(path), add_special_tokens=False).input_ids
+    starts = [int((i + 0.5) / n_prompts * (len(ids) - n_tokens)) for i in range(n_prompts)]
+    return [ids[at:at + n_tokens] for at in starts if len(ids) >= n_tokens]
+
+
+def held_out(args, tokenizer, load_target, folder):
+    """Held-out prompts with the target's greedy float32 continuations, kept in `folder` for the next time.
+
+    A list of {"source", "prompt": length, "ids"}. `--held-out FILE=GROUP` names the source; files of one group
+    share its HELD_PROMPTS.
+    """
+    groups = Counter(spec.partition("=")[2] or Path(spec).name for spec in args.held_out)
+    job = [[spec, Path(spec.partition("=")[0]).stat().st_size] for spec in args.held_out]
+    key = json.dumps([args.target, job, args.held_prompts, args.held_prompt_tokens, args.held_new, args.prompt_limit])
+    path = folder / f"held-out-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    prompts, sources = [], []
+    for spec in args.held_out:
+        name, _, group = spec.partition("=")
+        group = group or Path(name).name
+        windows = held_windows(Path(name), -(-args.held_prompts // groups[group]), args.held_prompt_tokens, tokenizer,
+                               args.prompt_limit)
+        prompts, sources = prompts + windows, sources + [group] * len(windows)
+    if not prompts:
+        raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out")
+    model, rows = load_target(torch.float32), []
+    for at in tqdm(range(0, len(prompts), 24), desc="greedy continuations", unit="batch"):
+        part = torch.tensor(prompts[at:at + 24])
+        ids, _, _, length = sample_batch(model, part, torch.zeros(len(part)), args.held_new, 1, torch.Generator(),
+                                         stop_ids(model))
+        rows += [{"source": s, "prompt": args.held_prompt_tokens, "ids": r[:n].tolist()}
+                 for s, r, n in zip(sources[at:], ids, length)]
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(rows))
+    partial.replace(path)
+    return rows
+
+
+@torch.inference_mode()
+def evaluate(draft, held, target=None):
+    """Top-1 agreement of the draft with the target's greedy continuations, by source and for "all".
+
+    At every position of a continuation: does the draft's argmax, given the true prefix, equal the target's token?
+    With `target` also `alpha`, the mean of sum_x min(p(x), q(x)) at temperature 1 over the same positions.
+    Returns {source: {"prompts", "positions", "agreement"[, "alpha"]}}.
+    """
+    draft.eval()
+    sums = {}
+    for row in held:
+        ids, n = torch.tensor(row["ids"])[None], row["prompt"]
+        logits = draft(ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - n).logits[0].float()
+        hits = (logits.argmax(-1) == ids[0, n:]).sum().item()
+        alpha = 0.0
+        if target is not None:
+            p = target(ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - n).logits[0].float().softmax(-1)
+            alpha = torch.minimum(p, logits.softmax(-1)).sum().item()
+        for name in (row["source"], "all"):
+            entry = sums.setdefault(name, [0, 0, 0, 0.0])
+            for i, x in enumerate((1, len(logits), hits, alpha)):
+                entry[i] += x
+    figures = {name: dict(prompts=a, positions=b, agreement=c / b, **({"alpha": d / b} if target is not None else {}))
+               for name, (a, b, c, d) in sums.items()}
+    return {name: figures[name] for name in sorted(figures, key=lambda x: (x == "all", x))}
+
+
+def agreement_line(figures):
+    return "agreement  " + "  ".join(f"{name} {f['agreement']:.3f}" for name, f in figures.items())
+
+
+# ---------------------------------------------------------------------------------------------------- card
+
+CARD = """---
+library_name: transformers
+---
+# {name}
+
+A draft model for speculative decoding with `{target}` as the target: a Llama of {layers} layers, hidden size
+{hidden}, {heads} heads, tied embedding, {params:,} parameters ({matrix:,} of them outside the embedding), bfloat16,
+with the target's own tokenizer and vocabulary of {vocab}. It was distilled by `trainDraft.py`; it is no language
+model to be used alone.
+
+## Data
+
+The target's law (its {top_k} likeliest tokens at temperature 1) at {tokens:,} positions of text, most of it
+sampled from the target itself. Tokens after the prompt, by where the prompt was cut from and how the text came about
+("text": written by people, the others by the target at that temperature):
+
+{data}
+
+## Training
+
+{steps:,} steps, {positions:,} positions seen, {minutes:.0f} minutes on {machine}.
+Loss = {kl_weight} x KL(target || draft) + {ce_weight} x cross-entropy of the target's likeliest token; at the end
+loss {loss:.3f}, KL {kl:.3f}, cross-entropy of the text {ce:.3f} (running means over training batches).
+The embedding began as the target's on its {hidden} top principal directions.
+
+## Agreement with the target's greedy continuations
+
+At every position of a held-out prompt's greedy continuation (float32): is the draft's likeliest token the target's?
+alpha is the mean of sum min(p, q) at temperature 1 over the same positions.
+
+{table}
+
+## Commands
+
+```
+{command}
+```
+
+## Licences
+
+The weights are this project's work, derived from samples of the target (SmolLM2-135M-Instruct: Apache-2.0) and from
+the texts above: WikiText-2 (Wikipedia, CC BY-SA 3.0 and GFDL), PG-19 books and Shakespeare (public domain), GSM8K
+(MIT). The tokenizer is the target's.
+"""
+
+
+def markdown_table(head, rows):
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)
+
+
+def write_card(args, student, shards, state, figures):
+    counts, config = shards.counts(), student.config
+    ways = sorted({way for _, way in counts})
+    data = [[source, *(f"{counts[source, way]:,}" for way in ways)] for source in sorted({s for s, _ in counts})]
+    params = sum(p.numel() for p in student.parameters())
+    loss, kl, ce = state["loss"] or [math.nan] * 3
+    text = CARD.format(
+        name=args.out.name, target=Path(args.target).name, layers=config.num_hidden_layers, hidden=config.hidden_size,
+        heads=config.num_attention_heads, vocab=config.vocab_size, params=params, top_k=args.top_k,
+        matrix=params - student.get_input_embeddings().weight.numel(), tokens=sum(counts.values()),
+        data=markdown_table(["source", *ways], data), steps=state["step"], positions=state["positions"],
+        minutes=state["seconds"] / 60, machine=f"{os.cpu_count()} CPU cores ({args.threads} threads)",
+        kl_weight=args.kl_weight, ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce,
+        table=markdown_table(["held-out source", "prompts", "positions", "agreement", "alpha (T = 1)"],
+                             [[name, f["prompts"], f"{f['positions']:,}", f"{f['agreement']:.3f}",
+                               f"{f['alpha']:.3f}"] for name, f in figures.items()]),
+        command=args.command)
+    (args.out / "README.md").write_text(text)
+
+
+def export(args, student, tokenizer):
+    """Weights in bfloat16, configuration and the tokenizer (its JSON without indentation) into `args.out`."""
+    partial = args.out.with_name(args.out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    copy = LlamaForCausalLM(student.config).to(torch.bfloat16)
+    copy.load_state_dict(student.state_dict())
+    copy.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    path = partial / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")), ensure_ascii=False, separators=(",", ":")), "utf-8")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for file in partial.iterdir():
+        file.replace(args.out / file.name)
+    partial.rmdir()
+    return copy.float()
+
+
+# ---------------------------------------------------------------------------------------------------- main
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"trainDraft.py: {message}\n")
+
+
+def parse(argv):
+    p = Parser(description=__doc__)
+    p.add_argument("--target", required=True, help="folder (or name) of the target")
+    p.add_argument("--out", type=Path, help="folder of the draft, e.g. models/smollm2-draft-small")
+    p.add_argument("--work", type=Path, help="folder of shards and checkpoint (default: OUT.work)")
+    p.add_argument("--teacher", type=Path, help="folder of teacher shards (default: WORK/samples)")
+    p.add_argument("--evaluate", type=Path, help="only measure the agreement of this draft")
+    p.add_argument("--only", choices=("sample", "score", "train"), help="only this stage")
+    p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the sampling mix")
+    p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
+    p.add_argument("--samples", nargs="+", default=[], help="the target's samples as token ids, FILE or FILE=WEIGHT")
+    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file for training; the rest is held out")
+    p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
+    p.add_argument("--held-prompts", type=int, default=HELD_PROMPTS, help="prompts a group")
+    p.add_argument("--held-prompt-tokens", type=int, default=HELD_PROMPT_TOKENS)
+    p.add_argument("--held-new", type=int, default=HELD_NEW)
+    p.add_argument("--sample-tokens", type=int, default=1_500_000)
+    p.add_argument("--sample-rows", type=int, default=SAMPLE_ROWS)
+    p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
+    p.add_argument("--top-k", type=int, default=TOP_K)
+    p.add_argument("--hidden", type=int, default=240)
+    p.add_argument("--intermediate", type=int, default=640)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--heads", type=int, default=5)
+    p.add_argument("--positions", type=int, default=8192, help="context length of the draft")
+    p.add_argument("--steps", type=int, default=0, help="end after so many steps")
+    p.add_argument("--minutes", type=float, default=0, help="end after so many minutes of training")
+    p.add_argument("--batch-rows", type=int, default=BATCH_ROWS)
+    p.add_argument("--context", type=int, default=CONTEXT)
+    p.add_argument("--copy-share", type=float, default=COPY_SHARE)
+    p.add_argument("--lr", type=float, default=LR)
+    p.add_argument("--embedding-lr", type=float, default=EMBEDDING_LR)
+    p.add_argument("--kl-weight", type=float, default=KL_WEIGHT)
+    p.add_argument("--ce-weight", type=float, default=CE_WEIGHT)
+    p.add_argument("--frequent", type=int, default=FREQUENT)
+    p.add_argument("--negatives", type=int, default=NEGATIVES)
+    p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 arithmetic")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=os.cpu_count())
+    p.add_argument("--save-seconds", type=float, default=SAVE_SECONDS)
+    p.add_argument("--eval-seconds", type=float, default=300)
+    args = p.parse_args(argv)
+    args.command = shlex.join(["python", "trainDraft.py", *argv])
+    check(args)
+    return args
+
+
+def check(args):
+    """Raise ValueError for what cannot work."""
+    if not (args.out or args.evaluate):
+        raise ValueError("give --out FOLDER (to train) or --evaluate FOLDER")
+    if args.evaluate and not args.held_out:
+        raise ValueError("--evaluate needs --held-out FILE...")
+    for flag in ("threads", "sample_rows", "top_k", "hidden", "intermediate", "layers", "heads", "batch_rows",
+                 "held_prompts", "held_prompt_tokens", "held_new", "positions"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
+    if args.context < 8:
+        raise ValueError(f"--context must be at least 8, not {args.context}")
+    if args.hidden % args.heads or args.hidden // args.heads % 2:
+        raise ValueError(f"--hidden {args.hidden} must be an even multiple of --heads {args.heads}")
+    if not args.evaluate and args.only in (None, "train") and not (args.steps > 0 or args.minutes > 0):
+        raise ValueError("give --steps N or --minutes M above 0")
+    for spec in args.text + args.prompts + args.samples:
+        try:
+            path, weight = split_weight(spec)
+        except ValueError:
+            raise ValueError(f"{spec!r} is not FILE or FILE=WEIGHT") from None
+        if not path.is_file() or weight < 0:
+            raise ValueError(f"no such file: {path}" if weight >= 0 else f"negative weight in {spec!r}")
+    for spec in args.held_out:
+        if not Path(spec.partition("=")[0]).is_file():
+            raise ValueError(f"no such file: {spec.partition('=')[0]}")
+    if not (args.only or args.evaluate) and not (args.text or args.prompts or args.samples):
+        raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples")
+
+
+def load(name, dtype, **kwargs):
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=True, use_safetensors=True,
+                                                    **kwargs).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model in {name} ({str(error).splitlines()[0]}); see --target") from None
+
+
+def load_tokenizer(name):
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer in {name} ({str(error).splitlines()[0]}); see --target") from None
+
+
+def main(argv):
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    tokenizer = load_tokenizer(args.target)
+    load_target = lambda dtype: load(args.target, dtype, attn_implementation="grouped")
+    work = args.work or Path(str(args.evaluate or args.out) + ".work")
+    teacher = args.teacher or work / "samples"
+    if args.evaluate:
+        held = held_out(args, tokenizer, load_target, work)
+        return report(args, evaluate(load(args.evaluate, torch.float32), held, load_target(torch.float32)))
+    if args.only in (None, "sample"):
+        sample_target(args, load_target(torch.bfloat16 if args.bf16 else torch.float32),
+                      load_sources(args, tokenizer), teacher)
+    if args.only in (None, "score"):
+        score_texts(args, load_target(torch.bfloat16 if args.bf16 else torch.float32), tokenizer, teacher)
+    if args.only in (None, "train"):
+        work.mkdir(parents=True, exist_ok=True)
+        held = held_out(args, tokenizer, load_target, work) if args.held_out else None
+        shards, student = Shards(teacher), make_student(args, load_target(torch.float32))
+        state = train(args, student, shards, work, held)
+        draft = export(args, student, tokenizer)
+        if held:
+            figures = evaluate(draft, held, load_target(torch.float32))
+            write_card(args, draft, shards, state, figures)
+            report(args, figures)
+
+
+def report(args, figures):
+    """The agreement by source as a table, then as one line of JSON."""
+    for name, f in figures.items():
+        print(f"{name:24} {f['prompts']:4} prompts {f['positions']:6} positions  agreement {f['agreement']:.4f}"
+              f"  alpha {f['alpha']:.4f}")
+    print(json.dumps({"draft": str(args.evaluate or args.out), "target": args.target, "command": args.command,
+                      "agreement": figures}))
+
+
+def run(argv):
+    try:
+        main(argv)
+    except ValueError as error:
+        print(f"trainDraft.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
