@@ -181,11 +181,14 @@ def test_no_more_logits_than_a_chunk_and_one_run_of_the_body(family_models, monk
     assert max(sizes) == 5 * VOCAB and sum(sizes) == 99 * VOCAB and len(runs) == 1
 
 
-def test_nan_logits_name_the_model_and_the_position(monkeypatch):
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+def test_nan_logits_name_the_model_and_the_position(monkeypatch, spoilt):
     model, read = tiny_model("llama", seed=2), []
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: read.append(args[0]))
     model.model.norm.register_forward_hook(  # behind attention, which would spread NaN to all
-        lambda module, args, out: out.masked_fill((read[-1] == 7)[..., None], float("nan")))
+        lambda module, args, out: out.masked_fill((read[-1] == 7)[..., None], 1.0))
+    model.lm_head.register_forward_hook(
+        lambda module, args, out: out.masked_fill((args[0] == 1.0).all(-1, keepdim=True), spoilt))
     ids, odd, fine = [1, 2, 3] * 8 + [7] + [1, 2, 3], CachedModel(model, "odd-one"), tiny_model("llama")
     monkeypatch.setattr(PPL, "CHUNK", 3 * VOCAB)
     for call in (partial(perplexity, odd, ids, 28, 14), partial(perplexity, odd, ids, 8, 4, batch_size=3),
@@ -209,6 +212,15 @@ def test_half_precision_weights_stay_finite(dtype, rel):
     for result in (perplexity(half, ids), speculative_perplexity(half, half, ids)):
         assert math.isfinite(result.ppl) and result.n_impossible == 0
         assert result.nll_sum == pytest.approx(nll, rel=rel)
+
+
+@pytest.mark.parametrize("vocab", [49152, 256000])
+def test_the_tail_of_a_wide_vocabulary_is_not_lost(vocab):
+    logits = 1.5 * torch.randn(1, 8, vocab, generator=torch.Generator().manual_seed(0))
+    logits[..., 5] += 17  # nearly all of the law, beside which a float32 sum drops the others one by one
+    exact = logits.double().log_softmax(-1)[..., 9:10]
+    labels = torch.full((1, 8), 9)
+    assert float((PPL._log_probs(logits, labels) - exact).abs().max()) < 3e-6
 
 
 # The speculative sampler's law
