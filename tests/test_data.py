@@ -261,7 +261,7 @@ def test_the_folder_does_not_hide_the_library(tmp_path):
     for arguments, folder in ((["-c", code], ROOT), (["script.py"], tmp_path)):
         result = subprocess.run([sys.executable, *arguments], cwd=folder, text=True, capture_output=True)
         assert result.stdout.split() == [datasets.__file__, "load_dataset"], result.stderr
-    assert ROOT not in Path(datasets.__file__).parents
+    assert ROOT / "datasets" not in Path(datasets.__file__).parents
 
 
 # ---- prompts -----------------------------------------------------------------------------------------------
