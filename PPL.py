@@ -130,9 +130,9 @@ def speculative_perplexity(target, draft, ids, window: int | None = None, stride
 
     The law is `emission_law` on the very tensors the sampler works with (float32 p and q after temperature,
     top-k and top-p, q at p's width), not simplified to p; how far it is from p is in the result. The window
-    defaults to the shorter of both contexts; other arguments and errors as in `perplexity`. An id that the
-    draft cannot read is refused. At a low temperature float32 can hold a p(x) so small beside 1 that beta is
-    1 without it: such an x is never emitted, and counts as impossible here though p(x) > 0.
+    defaults to the shorter of both contexts; other arguments and errors as in `perplexity`. At a low
+    temperature float32 can hold a p(x) so small beside 1 that beta is 1 without it: such an x is never
+    emitted, and counts as impossible here though p(x) > 0.
     """
     check_sampling(temperature, top_k, top_p)
     target, draft = _cached(target), _cached(draft)
@@ -309,10 +309,10 @@ def _check(ids, window, stride, batch_size, models: list[CachedModel]) -> tuple[
     ids = ids_of(ids)
     if len(ids) < 2:
         raise ValueError("perplexity needs at least 2 ids: the first has nothing before it to be scored by")
-    for model in models:
-        bad, size = next((i for i in ids if not 0 <= i < model.vocab_size), None), model.vocab_size
-        if bad is not None:
-            raise ValueError(f"id {bad} is outside the vocabulary of {model.name} ({size} ids)")
+    scorer = models[0]
+    bad = next((i for i in ids if not 0 <= i < scorer.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"id {bad} is outside the vocabulary of {scorer.name} ({scorer.vocab_size} ids)")
     shortest = min(models, key=lambda model: model.context_length or math.inf)
     limit = shortest.context_length or math.inf
     window = min(len(ids), limit) if window is None else window
@@ -353,7 +353,7 @@ def _logit_chunks(cached: CachedModel, inputs: LongTensor, s: int, first: list[i
     index of each row's first label. Raises ValueError that names the model and the position (that of the last
     token read) where logits are NaN (or overflowed to inf).
     """
-    inputs = inputs.to(cached.device)
+    inputs = cached.readable(inputs)
     batch, n = inputs.shape
     rows = max(1, CHUNK // (batch * (width or cached.vocab_size)))
     body = _BodyOnce(cached.model)

@@ -104,6 +104,11 @@ class CachedModel:
             for layer in self.cache.layers:
                 layer.crop_to(length)
 
+    def readable(self, ids: LongTensor) -> LongTensor:
+        """`ids` on the model's device. A draft may meet an id of the target that it does not have: its last one
+        stands in, which leaves q a law, and so loses nothing but acceptance."""
+        return ids.to(self.device).clamp(max=self.known_ids - 1)
+
     @torch.inference_mode()
     def forward(self, ids: LongTensor, keep: int = 1) -> Tensor:
         """Logits of the last `keep` tokens of the whole sequence `ids` [n]: [keep, V], the model's dtype.
@@ -115,8 +120,7 @@ class CachedModel:
         if self.context_length is not None and n > self.context_length:
             raise ValueError(f"{self.name}: {n} tokens do not fit its context of {self.context_length}")
         self.rollback(n - keep)
-        # A draft may meet an id of the target that it does not have: any stand-in leaves q a law.
-        new = ids[self.length :].to(self.device).clamp(max=self.known_ids - 1)[None]
+        new = self.readable(ids[self.length :])[None]
         out = self.model(
             input_ids=new, use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
         )

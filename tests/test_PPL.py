@@ -268,7 +268,7 @@ def test_the_emission_is_computed_from_the_samplers_own_tensors(family_models, m
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("draft_vocab, draft_context", [(VOCAB, 128), (VOCAB + 9, 32), (VOCAB - 9, 40)])
 def test_speculative_equals_the_target(family_models, family, draft_vocab, draft_context):
-    target, ids = family_models[family], random_ids(150, vocab=VOCAB - 9)
+    target, ids = family_models[family], random_ids(150)  # the narrow draft meets ids it does not have
     draft = tiny_model("llama", seed=5, sharpness=8.0, vocab=draft_vocab, positions=draft_context)
     spec = speculative_perplexity(target, draft, ids, batch_size=2)
     assert (spec.window, spec.stride) == (draft_context, draft_context // 2)
@@ -277,12 +277,6 @@ def test_speculative_equals_the_target(family_models, family, draft_vocab, draft
     assert spec.nll_sum == pytest.approx(plain.nll_sum, rel=2e-6)
     assert spec.target_nll_sum == pytest.approx(plain.nll_sum, rel=2e-6)
     assert 0 < spec.max_deviation < 5e-7 and spec.max_relative_deviation < 1e-4
-
-
-def test_an_id_the_draft_cannot_read_is_refused(family_models):
-    draft = tiny_model("llama", vocab=20)
-    with pytest.raises(ValueError, match="vocabulary"):
-        speculative_perplexity(family_models["llama"], draft, [1, 25, 3])
 
 
 @settings(max_examples=25, deadline=None)
