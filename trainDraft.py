@@ -21,12 +21,12 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-# The sampling mix: rows of a batch share a prompt length and a number of new tokens; each has its own temperature.
+# The sampling mix: rows of a batch share a prompt length and a number of new tokens, not the temperature.
 TOP_K = 16                                       # teacher log-probabilities kept per position
 SAMPLE_ROWS = 128
 TEMPERATURES = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))               # (temperature, share of the rows)
-SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))   # (prompt, new tokens, share)
-SCORE_CONTEXT = 256                              # tokens of a window of text that the teacher scores
+SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))   # (prompt, new, share)
+SCORE_ROWS, SCORE_CONTEXT = 64, 256              # rows of a shard and tokens of a window of scored text
 
 # Training. A batch is rows of one shard, cropped to CONTEXT but for a share of longer ones.
 BATCH_ROWS = 12
@@ -38,7 +38,8 @@ COPY_WARMUP = 0.05                               # part of the run in which ever
 LR, EMBEDDING_LR, WARMUP_STEPS, DECAY = 2e-3, 1e-3, 100, 0.5      # linear decay over the last half
 KL_WEIGHT, CE_WEIGHT = 1.0, 0.5                  # CE: against the target's likeliest token, what greedy needs
 FREQUENT, NEGATIVES = 3072, 1024                 # ids added to those a batch names in the restricted softmax
-SAVE_SECONDS = 60
+SAVE_SECONDS, EVAL_SECONDS = 60, 300
+COMMANDS = "commands.txt"
 
 # Evaluation: greedy continuations of held-out prompts.
 HELD_PROMPTS, HELD_PROMPT_TOKENS, HELD_NEW = 24, 64, 128
@@ -55,7 +56,8 @@ class Source:
         self.lengths = np.array([len(d) for d in self.documents])
 
     def draw(self, n, rng):
-        """One prompt of n ids: a window at random; of separate prompts a whole one where the length is met."""
+        """One prompt of n ids, None where all are shorter: a window at random; of separate prompts the head,
+        more often than not a whole one of that very length."""
         fit = np.flatnonzero(self.lengths == n) if self.whole and rng.random() < 0.7 else ()
         fit = fit if len(fit) else np.flatnonzero(self.lengths >= n)
         if not len(fit):
@@ -83,18 +85,20 @@ def read_prompts(path):
         yield row.get("prompt") or (row.get("turns") or [None])[0] or row["question"]
 
 
-def load_sources(args, tokenizer):
+def text_sources(args, tokenizer):
+    """What people wrote: the text files, and of each prompts file the rows meant for training."""
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    sources = []
-    for spec in args.text:
-        path, weight = split_weight(spec)
-        sources.append(Source(path.name, [encode(read_text(path))], weight, whole=False))
-    for spec in args.prompts:
-        path, weight = split_weight(spec)
+    for path, weight in map(split_weight, args.text):
+        yield Source(path.name, [encode(read_text(path))], weight, whole=False)
+    for path, weight in map(split_weight, args.prompts):
         texts = list(read_prompts(path))[:args.prompt_limit]
-        sources.append(Source(path.name, [encode(t) for t in texts], weight, whole=True))
-    for spec in args.samples:
-        path, weight = split_weight(spec)
+        yield Source(path.name, [encode(t) for t in texts], weight, whole=True)
+
+
+def load_sources(args, tokenizer):
+    """All that prompts are cut from, the target's own samples included (the greedy ones loop too much)."""
+    sources = list(text_sources(args, tokenizer))
+    for path, weight in map(split_weight, args.samples):
         rows = [json.loads(line) for line in path.open()]
         rows = [r["prompt"] + r["continuation"] for r in rows if r["mode"] != "greedy"]
         sources.append(Source(path.name, rows, weight, whole=False))
@@ -106,7 +110,7 @@ def load_sources(args, tokenizer):
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """For one new token, the query heads that share a key head become the rows of one matrix product.
 
-    torch's fused CPU kernel is ten times slower for this shape. query [B, H, 1, D], key and value [B, G, T, D].
+    torch's fused CPU kernel is ten times slower at this shape. query [B, H, 1, D], key, value [B, G, T, D].
     """
     B, H, n, D = query.shape
     if n > 1 or attention_mask is not None or kwargs.get("softcap"):
@@ -122,7 +126,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 class ReservedLayer(DynamicLayer):
-    """A cache layer with room set aside, so that a step writes one column instead of copying the whole cache."""
+    """A cache layer with room set aside: a step writes one column instead of copying the whole cache."""
 
     def __init__(self, capacity):
         super().__init__()
@@ -151,12 +155,12 @@ class ReservedLayer(DynamicLayer):
 def reserved_cache(model, capacity):
     """A cache for `capacity` positions; layers with a sliding window stay transformers' own."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [ReservedLayer(capacity) if type(x) is DynamicLayer else x for x in cache.layers]
     return cache
 
 
 def top_law(logits, k):
-    """logits [..., V] -> (log-probabilities [..., k] float16, ids [..., k]) of the k likeliest tokens at T = 1."""
+    """logits [..., V] -> (log-probabilities float16, ids), both [..., k], of the likeliest tokens at T = 1."""
     values, ids = logits.topk(k, dim=-1)
     logp = values.float() - torch.logsumexp(logits.float(), -1, keepdim=True)
     return logp.half(), ids
@@ -177,15 +181,17 @@ def draw(logits, temperatures, generator):
 def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
     """Continue prompts [B, n] by n_new tokens each; the teacher's top-k law stands at every position.
 
-    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B]); entry i is the
-    law of token i + 1. A row ends with its first stop token; ended rows leave the batch now and then.
+    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B]); entry i is
+    the law of token i + 1. A row ends with its first stop token; ended rows leave the batch now and then.
     """
     B, n = prompts.shape
     ids = torch.zeros(B, n + n_new, dtype=torch.long)
-    logp, top = torch.zeros(B, n + n_new - 1, k, dtype=torch.half), torch.zeros(B, n + n_new - 1, k, dtype=torch.long)
+    logp = torch.zeros(B, n + n_new - 1, k, dtype=torch.half)
+    top = torch.zeros(B, n + n_new - 1, k, dtype=torch.long)
     length = torch.full((B,), n + n_new)
     ids[:, :n] = prompts
-    cache, rows, stops = reserved_cache(model, n + n_new), torch.arange(B), torch.tensor(stops, dtype=torch.long)
+    cache, rows = reserved_cache(model, n + n_new), torch.arange(B)
+    stops = torch.tensor(stops, dtype=torch.long)
     logits = model(prompts, cache=cache).logits
     for i in range(n - 1):
         logp[:, i], top[:, i] = top_law(logits[:, i], k)
@@ -220,39 +226,52 @@ def stop_ids(model):
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def sample_target(args, model, sources, folder):
-    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch."""
-    folder.mkdir(parents=True, exist_ok=True)
-    have = [np.load(p) for p in sorted(folder.glob("sample-*.npz"))]
-    done = sum(int((h["length"] - h["prompt"]).sum()) for h in have)
-    small = np.uint16 if model.config.vocab_size <= 1 << 16 else np.int32
+def draw_prompts(sources, args, rng):
+    """Prompts for one batch: (ids [B, n], names [B], temperatures [B], new tokens)."""
     share = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
-    bar = tqdm(total=args.sample_tokens, initial=done, unit="tok", desc="sampling the target", smoothing=0.1)
+    (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
+    n = int(rng.integers(low, high + 1))
+    if all(source.lengths.max() < n for source in sources if source.weight):
+        raise ValueError(f"no text of {n} tokens to cut prompts from; see --text, --prompts, --samples")
+    prompts, names = [], []
+    while len(prompts) < args.sample_rows:
+        source = sources[rng.choice(len(sources), p=share)]
+        prompt = source.draw(n, rng)
+        if prompt is not None:
+            prompts.append(prompt)
+            names.append(source.name)
+    temperatures = rng.choice([t for t, _ in TEMPERATURES], len(prompts), p=[s for _, s in TEMPERATURES])
+    return np.stack(prompts), np.array(names), temperatures, n_new
+
+
+def sample_target(args, model, sources, folder):
+    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch.
+
+    Shards carry the seed in their name, so that processes with different seeds fill one folder side by side.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = [np.load(p) for p in sorted(folder.glob("sample-*.npz"))]
+    done = sum(int((h["length"] - h["prompt"]).sum()) for h in shards)
     number = len(list(folder.glob(f"sample-{args.seed}-*.npz")))
+    bar = tqdm(total=args.sample_tokens, initial=done, unit="tok", desc="sampling the target")
     while done < args.sample_tokens:
         rng = np.random.default_rng((args.seed, number))
-        (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
-        n = int(rng.integers(low, high + 1))
-        prompts, names, hot = [], [], []
-        while len(prompts) < args.sample_rows:
-            source = rng.choice(len(sources), p=share)
-            prompt = sources[source].draw(n, rng)
-            if prompt is not None:
-                prompts.append(prompt), names.append(sources[source].name)
-                hot.append(rng.choice([t for t, _ in TEMPERATURES], p=[s for _, s in TEMPERATURES]))
-        generator = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
+        prompts, names, temperatures, n_new = draw_prompts(sources, args, rng)
         ids, logp, top, length = sample_batch(
-            model, torch.tensor(np.stack(prompts), dtype=torch.long), torch.tensor(hot, dtype=torch.float32),
-            n_new, args.top_k, generator, stop_ids(model))
-        length = length.numpy().astype(np.int32)
-        save_shard(folder / f"sample-{args.seed}-{number:05d}.npz", ids=ids.numpy().astype(np.int32), length=length,
-                   prompt=np.full(len(length), n, np.int32), source=np.array(names), temperature=np.array(hot),
-                   logp=logp.numpy(), top=top.numpy().astype(small))
+            model, torch.from_numpy(prompts).long(), torch.from_numpy(temperatures).float(), n_new,
+            args.top_k, torch.Generator().manual_seed(int(rng.integers(1 << 62))), stop_ids(model))
+        length, n = length.numpy().astype(np.int32), prompts.shape[1]
+        save_shard(folder / f"sample-{args.seed}-{number:05d}.npz", ids=ids.numpy().astype(np.int32),
+                   length=length, prompt=np.full(len(length), n, np.int32), source=names,
+                   temperature=temperatures, logp=logp.numpy(), top=top.numpy().astype(id_type(model)))
         new = int((length - n).sum())
         number, done = number + 1, done + new
         bar.update(new)
     bar.close()
-    return done
+
+
+def id_type(model):
+    return np.uint16 if model.config.vocab_size <= 1 << 16 else np.int32
 
 
 @torch.inference_mode()
@@ -266,38 +285,43 @@ def score_rows(model, rows, prompt, k):
     for piece in torch.from_numpy(ids).split(4):
         laws.append(top_law(model(piece, use_cache=False).logits[:, :-1], k))
     logp, top = (torch.cat(x).numpy() for x in zip(*laws))
-    return dict(ids=ids.astype(np.int32), length=length, prompt=np.array(prompt, dtype=np.int32), logp=logp, top=top)
+    return dict(ids=ids.astype(np.int32), length=length, prompt=np.array(prompt, dtype=np.int32), logp=logp,
+                top=top.astype(id_type(model)))
 
 
 def score_jobs(args, tokenizer):
-    """(name, source, temperature, rows, prompts) of each shard that the scoring stage makes, in a fixed order."""
+    """(shard name, sources, temperatures, prompt lengths, rows) of what is to be scored, in a fixed order.
+
+    A temperature of -1 stands for text that people wrote.
+    """
+    def pieces(name, rows, *columns):
+        for n, at in enumerate(range(0, len(rows), SCORE_ROWS)):
+            part = slice(at, at + SCORE_ROWS)
+            yield f"score-{name}-{n:04d}", *(c[part] for c in columns), rows[part]
+
     for spec in args.samples:
         path, _ = split_weight(spec)
-        given = sorted((json.loads(line) for line in path.open()), key=lambda r: len(r["prompt"] + r["continuation"]))
-        for n, at in enumerate(range(0, len(given), 64)):
-            part = given[at:at + 64]
-            yield (f"score-{path.stem}-{n:04d}", [r["source"] for r in part],
-                   [{"greedy": 0.0, "T0.7": 0.7}.get(r["mode"], 1.0) for r in part],
-                   [r["prompt"] + r["continuation"] for r in part], [len(r["prompt"]) for r in part])
-    for source in load_sources(argparse.Namespace(**{**vars(args), "samples": []}), tokenizer):
+        given = [json.loads(line) for line in path.open()]
+        given.sort(key=lambda r: len(r["prompt"]) + len(r["continuation"]))
+        yield from pieces(path.stem, [r["prompt"] + r["continuation"] for r in given],
+                          [r["source"] for r in given],
+                          [{"greedy": 0.0, "T0.7": 0.7}.get(r["mode"], 1.0) for r in given],
+                          [len(r["prompt"]) for r in given])
+    for source in text_sources(args, tokenizer):
         stream = np.concatenate(source.documents)[:args.score_tokens]
         rows = [r for r in np.split(stream, range(SCORE_CONTEXT, len(stream), SCORE_CONTEXT)) if len(r) > 1]
-        for n, at in enumerate(range(0, len(rows), 64)):
-            part = rows[at:at + 64]
-            yield f"score-{Path(source.name).stem}-{n:04d}", [source.name] * len(part), [-1.0] * len(part), part, \
-                [1] * len(part)
+        yield from pieces(Path(source.name).stem, rows, [source.name] * len(rows), [-1.0] * len(rows),
+                          [1] * len(rows))
 
 
 def score_texts(args, model, tokenizer, folder):
-    """Teacher laws for the given samples and the head of each text (temperature -1: written by people)."""
+    """Teacher laws for the given samples and for the head of each text; a shard that is there is skipped."""
     folder.mkdir(parents=True, exist_ok=True)
-    small = np.uint16 if model.config.vocab_size <= 1 << 16 else np.int32
     jobs = [job for job in score_jobs(args, tokenizer) if not (folder / f"{job[0]}.npz").exists()]
-    bar = tqdm(total=sum(len(r) for job in jobs for r in job[3]), unit="tok", desc="scoring texts")
-    for name, source, temperature, rows, prompts in jobs:
-        arrays = score_rows(model, rows, prompts, args.top_k)
-        arrays["top"] = arrays["top"].astype(small)
-        save_shard(folder / f"{name}.npz", source=np.array(source), temperature=np.array(temperature), **arrays)
+    bar = tqdm(total=sum(len(r) for job in jobs for r in job[-1]), unit="tok", desc="scoring texts")
+    for name, source, temperature, prompts, rows in jobs:
+        save_shard(folder / f"{name}.npz", source=np.array(source), temperature=np.array(temperature),
+                   **score_rows(model, rows, prompts, args.top_k))
         bar.update(sum(map(len, rows)))
     bar.close()
 
@@ -314,7 +338,7 @@ def principal_embedding(weight, hidden):
 
 
 def make_student(args, target):
-    """A small Llama with the target's vocabulary; its tied embedding starts as a projection of the target's."""
+    """A small Llama with the target's vocabulary; its tied embedding begins as the target's, projected."""
     torch.manual_seed(args.seed)
     weight, config = target.get_input_embeddings().weight, target.config
     student = LlamaForCausalLM(LlamaConfig(
@@ -329,11 +353,11 @@ def make_student(args, target):
 # ---------------------------------------------------------------------------------------------------- loss
 
 def distillation_loss(logits, labels, top, logp, kl_weight, ce_weight):
-    """Mean over positions of kl_weight * KL(target || draft) + ce_weight * CE of the target's likeliest token.
+    """kl_weight * KL(target || draft) + ce_weight * CE of the target's likeliest token, means over positions.
 
-    logits [P, C]; labels [P] and top [P, k] index its columns; logp [P, k] the target's log-probabilities. What
-    the top k leave over is one more class on both sides, so with k = C this is the plain KL. Returns (loss, KL,
-    CE of the labels), the last two for the log only.
+    logits [P, C]; labels [P] and top [P, k] index its columns; logp [P, k] the target's log-probabilities.
+    What the top k leave over is one more class on both sides, so with k = C this is the plain KL. Returns
+    (loss, KL, CE of the labels), the last two for the log only.
     """
     logits = logits.float()
     log_z = torch.logsumexp(logits, -1, keepdim=True)
@@ -350,8 +374,8 @@ def distillation_loss(logits, labels, top, logp, kl_weight, ce_weight):
 def candidates(labels, top, frequent, n_negatives, vocab, generator):
     """The ids of a restricted softmax, and the bias of its columns.
 
-    All ids that the batch names, the frequent ones, and random others, which stand for the r-th part of what is
-    missing: their logits get log(1/r), which keeps the normaliser unbiased. Returns (ids [C], bias [C],
+    All ids that the batch names, the frequent ones, and random others, which stand for the r-th part of what
+    is missing: their logits get log(1/r), which keeps the normaliser unbiased. Returns (ids [C], bias [C],
     column of each id [vocab], -1 where missing).
     """
     named = torch.zeros(vocab, dtype=torch.bool)
@@ -470,7 +494,7 @@ def optimisers(student, args):
     others = [p for n, p in student.named_parameters() if p.ndim == 1]
     table = student.get_input_embeddings().weight
     return [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([{"params": [table], "lr": args.embedding_lr}, {"params": others, "lr": args.lr}],
+            torch.optim.AdamW([{"params": [table], "lr": args.embedding_lr}, {"params": others}], lr=args.lr,
                               betas=(0.9, 0.98), weight_decay=0.0, fused=True)]
 
 
@@ -480,7 +504,7 @@ def schedule(step, progress):
 
 
 def train_step(student, optims, shards, args, step, progress):
-    """One update; the batch depends on the seed and the step alone. Returns (positions, loss, KL, label CE)."""
+    """One update; its batch depends on seed and step alone. Returns (positions, copying, loss, KL, CE)."""
     rng = np.random.default_rng((args.seed, step, 7))
     copying = rng.random() < (0.5 if progress < COPY_WARMUP else args.copy_share)
     vocab = student.config.vocab_size
@@ -501,60 +525,56 @@ def train_step(student, optims, shards, args, step, progress):
     return len(batch["labels"]), copying, *numbers
 
 
-def save_checkpoint(path, state):
+def save_checkpoint(path, state, student, optims):
     partial = path.with_suffix(".partial")
-    torch.save(state, partial)
+    torch.save({**state, "model": student.state_dict(), "optims": [o.state_dict() for o in optims]}, partial)
     partial.replace(path)
 
 
-def train(args, student, shards, work, held=None):
-    """Train until `args.steps` or `args.minutes` are over, from the checkpoint in `work` where there is one."""
-    optims, path = optimisers(student, args), work / "checkpoint.pt"
+def load_checkpoint(path, student, optims):
+    """What a run knows of itself; weights and optimisers are filled in where there is a checkpoint."""
     state = dict(step=0, seconds=0.0, positions=0, loss=None)
     if path.exists():
         saved = torch.load(path, weights_only=True)
         student.load_state_dict(saved["model"])
-        for optim, s in zip(optims, saved["optims"]):
-            optim.load_state_dict(s)
-        state = {k: saved[k] for k in state}
+        for optim, values in zip(optims, saved["optims"]):
+            optim.load_state_dict(values)
+        state = {name: saved[name] for name in state}
+    return state
+
+
+def train(args, student, shards, work, held=None):
+    """Train until `args.steps` or `args.minutes` are over, going on from a checkpoint in `work`."""
+    optims, path = optimisers(student, args), work / "checkpoint.pt"
+    state = load_checkpoint(path, student, optims)
     args.frequent_ids = shards.frequent(args.frequent, student.config.vocab_size)
-
-    def pack():
-        return {**state, "model": student.state_dict(), "optims": [o.state_dict() for o in optims]}
-
     student.train()
     bar = tqdm(total=args.steps or None, initial=state["step"], unit="step", desc="training")
-    copy_loss, last_save, last_eval, clock = math.nan, time.time(), time.time(), time.time()
-    while True:
-        progress = max(state["step"] / args.steps if args.steps else 0,
-                       state["seconds"] / (60 * args.minutes) if args.minutes else 0)
-        if progress >= 1:
-            break
-        n, copying, loss, kl, ce = train_step(student, optims, shards, args, state["step"], progress)
+    copy_loss, last_save, last_eval = math.nan, time.time(), time.time()
+    while (progress := max(state["step"] / args.steps if args.steps else 0,
+                           state["seconds"] / (60 * args.minutes) if args.minutes else 0)) < 1:
+        start = time.time()
+        n, copying, *numbers = train_step(student, optims, shards, args, state["step"], progress)
         state["step"] += 1
         state["positions"] += n
-        state["seconds"], clock = state["seconds"] + time.time() - clock, time.time()
-        if not copying:
-            numbers = loss, kl, ce
-            state["loss"] = [0.98 * a + 0.02 * b for a, b in zip(state["loss"] or numbers, numbers)]
+        state["seconds"] += time.time() - start
+        if copying:
+            copy_loss = numbers[0]
         else:
-            copy_loss = loss
+            state["loss"] = [0.98 * a + 0.02 * b for a, b in zip(state["loss"] or numbers, numbers)]
+        loss = state["loss"][0] if state["loss"] else math.nan
         bar.update()
-        bar.set_postfix_str(f"loss {state['loss'][0] if state['loss'] else math.nan:.3f} copy {copy_loss:.3f} "
-                            f"{state['positions'] / 1e6:.2f}M positions")
+        bar.set_postfix_str(f"loss {loss:.3f} copy {copy_loss:.3f} {state['positions'] / 1e6:.2f}M positions")
         if time.time() - last_save > args.save_seconds:
-            save_checkpoint(path, pack())
+            save_checkpoint(path, state, student, optims)
             shards.refresh()
             last_save = time.time()
         if held and time.time() - last_eval > args.eval_seconds:
-            figures = evaluate(student, held)
-            tqdm.write(f"step {state['step']}  loss {state['loss'][0]:.3f}  {agreement_line(figures)}")
+            tqdm.write(f"step {state['step']}  loss {loss:.3f}  {agreement_line(evaluate(student, held))}")
             student.train()
             last_eval = time.time()
-        # evaluating and saving is not training time
-        clock = time.time()
     bar.close()
-    save_checkpoint(path, pack())
+    save_checkpoint(path, state, student, optims)
     return state
 
 
@@ -573,31 +593,24 @@ def held_windows(path, n_prompts, n_tokens, tokenizer, after):
 def held_out(args, tokenizer, load_target, folder):
     """Held-out prompts with the target's greedy float32 continuations, kept in `folder` for the next time.
 
-    A list of {"source", "prompt": length, "ids"}. `--held-out FILE=GROUP` names the source; files of one group
-    share its HELD_PROMPTS.
+    A list of {"source", "prompt": length, "ids"}. `--held-out FILE=GROUP` names the source; the files of one
+    group share its prompts.
     """
-    groups = Counter(spec.partition("=")[2] or Path(spec).name for spec in args.held_out)
-    job = [[spec, Path(spec.partition("=")[0]).stat().st_size] for spec in args.held_out]
-    key = json.dumps([args.target, job, args.held_prompts, args.held_prompt_tokens, args.held_new, args.prompt_limit])
+    files = [(Path(name), group or Path(name).name)
+             for name, _, group in (spec.partition("=") for spec in args.held_out)]
+    shape = [args.held_prompts, args.held_prompt_tokens, args.held_new, args.prompt_limit]
+    key = json.dumps([Path(args.target).name, [[p.name, p.stat().st_size, g] for p, g in files], shape])
     path = folder / f"held-out-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if path.exists():
         return json.loads(path.read_text())
-    prompts, sources = [], []
-    for spec in args.held_out:
-        name, _, group = spec.partition("=")
-        group = group or Path(name).name
-        windows = held_windows(Path(name), -(-args.held_prompts // groups[group]), args.held_prompt_tokens, tokenizer,
-                               args.prompt_limit)
+    groups, prompts, sources = Counter(group for _, group in files), [], []
+    for file, group in files:
+        windows = held_windows(file, -(-args.held_prompts // groups[group]), args.held_prompt_tokens,
+                               tokenizer, args.prompt_limit)
         prompts, sources = prompts + windows, sources + [group] * len(windows)
     if not prompts:
         raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out")
-    model, rows = load_target(torch.float32), []
-    for at in tqdm(range(0, len(prompts), 24), desc="greedy continuations", unit="batch"):
-        part = torch.tensor(prompts[at:at + 24])
-        ids, _, _, length = sample_batch(model, part, torch.zeros(len(part)), args.held_new, 1, torch.Generator(),
-                                         stop_ids(model))
-        rows += [{"source": s, "prompt": args.held_prompt_tokens, "ids": r[:n].tolist()}
-                 for s, r, n in zip(sources[at:], ids, length)]
+    rows = greedy_rows(load_target(torch.float32), prompts, sources, args.held_new)
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(rows))
@@ -605,11 +618,21 @@ def held_out(args, tokenizer, load_target, folder):
     return rows
 
 
+def greedy_rows(model, prompts, sources, n_new):
+    rows = []
+    for at in tqdm(range(0, len(prompts), 24), desc="greedy continuations", unit="batch"):
+        part = torch.tensor(prompts[at:at + 24])
+        ids, _, _, length = sample_batch(model, part, torch.zeros(len(part)), n_new, 1, None, stop_ids(model))
+        rows += [{"source": source, "prompt": part.shape[1], "ids": row[:n].tolist()}
+                 for source, row, n in zip(sources[at:], ids, length)]
+    return rows
+
+
 @torch.inference_mode()
 def evaluate(draft, held, target=None):
     """Top-1 agreement of the draft with the target's greedy continuations, by source and for "all".
 
-    At every position of a continuation: does the draft's argmax, given the true prefix, equal the target's token?
+    At every position of a continuation: is the draft's argmax, given the true prefix, the target's token?
     With `target` also `alpha`, the mean of sum_x min(p(x), q(x)) at temperature 1 over the same positions.
     Returns {source: {"prompts", "positions", "agreement"[, "alpha"]}}.
     """
@@ -617,19 +640,22 @@ def evaluate(draft, held, target=None):
     sums = {}
     for row in held:
         ids, n = torch.tensor(row["ids"])[None], row["prompt"]
-        logits = draft(ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - n).logits[0].float()
+        keep = ids.shape[1] - n
+        law = lambda model: model(ids[:, :-1], use_cache=False, logits_to_keep=keep).logits[0].float()
+        logits = law(draft)
         hits = (logits.argmax(-1) == ids[0, n:]).sum().item()
-        alpha = 0.0
+        shared = 0.0
         if target is not None:
-            p = target(ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - n).logits[0].float().softmax(-1)
-            alpha = torch.minimum(p, logits.softmax(-1)).sum().item()
+            shared = torch.minimum(law(target).softmax(-1), logits.softmax(-1)).sum().item()
         for name in (row["source"], "all"):
-            entry = sums.setdefault(name, [0, 0, 0, 0.0])
-            for i, x in enumerate((1, len(logits), hits, alpha)):
-                entry[i] += x
-    figures = {name: dict(prompts=a, positions=b, agreement=c / b, **({"alpha": d / b} if target is not None else {}))
-               for name, (a, b, c, d) in sums.items()}
-    return {name: figures[name] for name in sorted(figures, key=lambda x: (x == "all", x))}
+            sums[name] = [x + y for x, y in zip(sums.get(name, [0] * 4), (1, len(logits), hits, shared))]
+    figures = {}
+    for name in sorted(sums, key=lambda x: (x == "all", x)):
+        prompts, positions, hits, shared = sums[name]
+        figures[name] = dict(prompts=prompts, positions=positions, agreement=hits / positions)
+        if target is not None:
+            figures[name]["alpha"] = shared / positions
+    return figures
 
 
 def agreement_line(figures):
@@ -643,44 +669,48 @@ library_name: transformers
 ---
 # {name}
 
-A draft model for speculative decoding with `{target}` as the target: a Llama of {layers} layers, hidden size
-{hidden}, {heads} heads, tied embedding, {params:,} parameters ({matrix:,} of them outside the embedding), bfloat16,
-with the target's own tokenizer and vocabulary of {vocab}. It was distilled by `trainDraft.py`; it is no language
+A draft for speculative decoding with `{target}` as the target: a Llama of {layers} layers, hidden size
+{hidden}, {heads} heads, tied embedding, {params:,} parameters ({matrix:,} of them outside the embedding),
+bfloat16, with the target's own tokenizer and vocabulary of {vocab}. Distilled by `trainDraft.py`; no language
 model to be used alone.
 
 ## Data
 
-The target's law (its {top_k} likeliest tokens at temperature 1) at {tokens:,} positions of text, most of it
-sampled from the target itself. Tokens after the prompt, by where the prompt was cut from and how the text came about
-("text": written by people, the others by the target at that temperature):
+The target's law (its {top_k} likeliest tokens at temperature 1) along {tokens:,} tokens of text after their
+prompts, most of it sampled from the target itself. By where the prompt was cut from and how the text came
+about ("text": written by people; the others by the target, greedily or at that temperature):
 
 {data}
 
 ## Training
 
 {steps:,} steps, {positions:,} positions seen, {minutes:.0f} minutes on {machine}.
-Loss = {kl_weight} x KL(target || draft) + {ce_weight} x cross-entropy of the target's likeliest token; at the end
-loss {loss:.3f}, KL {kl:.3f}, cross-entropy of the text {ce:.3f} (running means over training batches).
-The embedding began as the target's on its {hidden} top principal directions.
+Loss = {kl_weight} x KL(target || draft) + {ce_weight} x cross-entropy of the target's likeliest token; at the
+end loss {loss:.3f}, KL {kl:.3f}, cross-entropy of the text {ce:.3f} (running means over training batches).
+The embedding began as the target's on its {hidden} top principal directions. Some batches are segments
+repeated several times, which teach the heads to copy: greedy text loops.
 
 ## Agreement with the target's greedy continuations
 
-At every position of a held-out prompt's greedy continuation (float32): is the draft's likeliest token the target's?
-alpha is the mean of sum min(p, q) at temperature 1 over the same positions.
+At every position of a held-out prompt's greedy continuation (float32): is the draft's likeliest token the
+target's? alpha is the mean of sum min(p, q) at temperature 1 over the same positions. None of these texts was
+trained on.
 
 {table}
 
 ## Commands
 
+In this order, the first ones side by side; a run that was stopped goes on from where it was.
+
 ```
-{command}
+{commands}
 ```
 
 ## Licences
 
-The weights are this project's work, derived from samples of the target (SmolLM2-135M-Instruct: Apache-2.0) and from
-the texts above: WikiText-2 (Wikipedia, CC BY-SA 3.0 and GFDL), PG-19 books and Shakespeare (public domain), GSM8K
-(MIT). The tokenizer is the target's.
+The weights are this project's work, derived from samples of the target (SmolLM2-135M-Instruct: Apache-2.0)
+and from the texts above: WikiText-2 (Wikipedia, CC BY-SA 3.0 and GFDL), PG-19 books and Shakespeare (public
+domain), GSM8K (MIT). The tokenizer is the target's.
 """
 
 
@@ -689,24 +719,36 @@ def markdown_table(head, rows):
     return "\n".join(lines)
 
 
-def write_card(args, student, shards, state, figures):
-    counts, config = shards.counts(), student.config
+def data_table(counts):
     ways = sorted({way for _, way in counts})
-    data = [[source, *(f"{counts[source, way]:,}" for way in ways)] for source in sorted({s for s, _ in counts})]
+    return markdown_table(["source", *ways], [[source, *(f"{counts[source, way]:,}" for way in ways)]
+                                              for source in sorted({source for source, _ in counts})])
+
+
+def write_card(args, student, shards, state, figures, folders):
+    counts, config = shards.counts(), student.config
     params = sum(p.numel() for p in student.parameters())
     loss, kl, ce = state["loss"] or [math.nan] * 3
-    text = CARD.format(
-        name=args.out.name, target=Path(args.target).name, layers=config.num_hidden_layers, hidden=config.hidden_size,
-        heads=config.num_attention_heads, vocab=config.vocab_size, params=params, top_k=args.top_k,
-        matrix=params - student.get_input_embeddings().weight.numel(), tokens=sum(counts.values()),
-        data=markdown_table(["source", *ways], data), steps=state["step"], positions=state["positions"],
-        minutes=state["seconds"] / 60, machine=f"{os.cpu_count()} CPU cores ({args.threads} threads)",
-        kl_weight=args.kl_weight, ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce,
-        table=markdown_table(["held-out source", "prompts", "positions", "agreement", "alpha (T = 1)"],
-                             [[name, f["prompts"], f"{f['positions']:,}", f"{f['agreement']:.3f}",
-                               f"{f['alpha']:.3f}"] for name, f in figures.items()]),
-        command=args.command)
-    (args.out / "README.md").write_text(text)
+    table = markdown_table(["held-out source", "prompts", "positions", "agreement", "alpha (T = 1)"],
+                           [[name, f["prompts"], f"{f['positions']:,}", f"{f['agreement']:.3f}",
+                             f"{f['alpha']:.3f}"] for name, f in figures.items()])
+    commands = [line for folder in folders for line in (folder / COMMANDS).read_text().splitlines()]
+    (args.out / "README.md").write_text(CARD.format(
+        name=args.out.name, target=Path(args.target).name, layers=config.num_hidden_layers,
+        hidden=config.hidden_size, heads=config.num_attention_heads, vocab=config.vocab_size, params=params,
+        matrix=params - student.get_input_embeddings().weight.numel(), top_k=args.top_k,
+        tokens=sum(counts.values()), data=data_table(counts), steps=state["step"],
+        positions=state["positions"], minutes=state["seconds"] / 60,
+        machine=f"{os.cpu_count()} CPU cores that other work shared in part", kl_weight=args.kl_weight,
+        ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce, table=table, commands="\n".join(dict.fromkeys(commands))))
+
+
+def note_command(args, folder):
+    """Keep the command beside what it makes, for the card; a repeated one stands once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / COMMANDS
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.write_text("\n".join(dict.fromkeys([*lines, args.command])) + "\n")
 
 
 def export(args, student, tokenizer):
@@ -718,7 +760,8 @@ def export(args, student, tokenizer):
     copy.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     path = partial / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")), ensure_ascii=False, separators=(",", ":")), "utf-8")
+    compact = json.dumps(json.loads(path.read_text("utf-8")), ensure_ascii=False, separators=(",", ":"))
+    path.write_text(compact, "utf-8")
     args.out.mkdir(parents=True, exist_ok=True)
     for file in partial.iterdir():
         file.replace(args.out / file.name)
@@ -741,10 +784,10 @@ def parse(argv):
     p.add_argument("--teacher", type=Path, help="folder of teacher shards (default: WORK/samples)")
     p.add_argument("--evaluate", type=Path, help="only measure the agreement of this draft")
     p.add_argument("--only", choices=("sample", "score", "train"), help="only this stage")
-    p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the sampling mix")
+    p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
     p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
-    p.add_argument("--samples", nargs="+", default=[], help="the target's samples as token ids, FILE or FILE=WEIGHT")
-    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file for training; the rest is held out")
+    p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
+    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file not held out")
     p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
     p.add_argument("--held-prompts", type=int, default=HELD_PROMPTS, help="prompts a group")
     p.add_argument("--held-prompt-tokens", type=int, default=HELD_PROMPT_TOKENS)
@@ -773,7 +816,7 @@ def parse(argv):
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, default=os.cpu_count())
     p.add_argument("--save-seconds", type=float, default=SAVE_SECONDS)
-    p.add_argument("--eval-seconds", type=float, default=300)
+    p.add_argument("--eval-seconds", type=float, default=EVAL_SECONDS)
     args = p.parse_args(argv)
     args.command = shlex.join(["python", "trainDraft.py", *argv])
     check(args)
@@ -812,8 +855,8 @@ def check(args):
 
 def load(name, dtype, **kwargs):
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=True, use_safetensors=True,
-                                                    **kwargs).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, local_files_only=True, use_safetensors=True, **kwargs).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"no model in {name} ({str(error).splitlines()[0]}); see --target") from None
 
@@ -830,33 +873,34 @@ def main(argv):
     torch.set_num_threads(args.threads)
     tokenizer = load_tokenizer(args.target)
     load_target = lambda dtype: load(args.target, dtype, attn_implementation="grouped")
+    teacher_type = torch.bfloat16 if args.bf16 else torch.float32
     work = args.work or Path(str(args.evaluate or args.out) + ".work")
     teacher = args.teacher or work / "samples"
     if args.evaluate:
         held = held_out(args, tokenizer, load_target, work)
         return report(args, evaluate(load(args.evaluate, torch.float32), held, load_target(torch.float32)))
+    note_command(args, work if args.only == "train" else teacher)
     if args.only in (None, "sample"):
-        sample_target(args, load_target(torch.bfloat16 if args.bf16 else torch.float32),
-                      load_sources(args, tokenizer), teacher)
+        sample_target(args, load_target(teacher_type), load_sources(args, tokenizer), teacher)
     if args.only in (None, "score"):
-        score_texts(args, load_target(torch.bfloat16 if args.bf16 else torch.float32), tokenizer, teacher)
+        score_texts(args, load_target(teacher_type), tokenizer, teacher)
     if args.only in (None, "train"):
-        work.mkdir(parents=True, exist_ok=True)
         held = held_out(args, tokenizer, load_target, work) if args.held_out else None
         shards, student = Shards(teacher), make_student(args, load_target(torch.float32))
         state = train(args, student, shards, work, held)
         draft = export(args, student, tokenizer)
         if held:
             figures = evaluate(draft, held, load_target(torch.float32))
-            write_card(args, draft, shards, state, figures)
+            noted = [folder for folder in (teacher, work) if (folder / COMMANDS).exists()]
+            write_card(args, draft, shards, state, figures, noted)
             report(args, figures)
 
 
 def report(args, figures):
     """The agreement by source as a table, then as one line of JSON."""
     for name, f in figures.items():
-        print(f"{name:24} {f['prompts']:4} prompts {f['positions']:6} positions  agreement {f['agreement']:.4f}"
-              f"  alpha {f['alpha']:.4f}")
+        print(f"{name:24} {f['prompts']:4} prompts {f['positions']:6} positions  "
+              f"agreement {f['agreement']:.4f}  alpha {f['alpha']:.4f}")
     print(json.dumps({"draft": str(args.evaluate or args.out), "target": args.target, "command": args.command,
                       "agreement": figures}))
 

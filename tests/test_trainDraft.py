@@ -1,4 +1,4 @@
-"""trainDraft.py: the teacher's shards, the losses against direct computations, resuming, the shipped drafts."""
+"""trainDraft.py: the teacher's shards, losses against direct computation, resuming, the shipped drafts."""
 
 import json
 import math
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast)
 
 import trainDraft
 
@@ -33,7 +34,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory):
-    """A random target of 64 tokens with grouped heads and a law that is far from flat, its tokenizer, a text."""
+    """A random target of 64 tokens with grouped heads and a law far from flat, its tokenizer, two texts."""
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
@@ -119,9 +120,9 @@ def test_scored_text_carries_the_targets_law(target, shards):
 
 
 def test_sampling_goes_on_with_what_is_there(target_folder, shards):
-    before = {p.name: p.stat().st_mtime_ns for p in shards.iterdir()}
+    before = {p.name: p.stat().st_mtime_ns for p in shards.glob("*.npz")}
     trainDraft.main(arguments(target_folder, shards.parent.with_suffix(""), "--only", "sample"))
-    assert {p.name: p.stat().st_mtime_ns for p in shards.iterdir()} == before
+    assert {p.name: p.stat().st_mtime_ns for p in shards.glob("*.npz")} == before
 
 
 def test_a_shard_killed_while_written_is_not_taken_for_whole(shards, tmp_path, monkeypatch):
@@ -146,7 +147,7 @@ def test_a_shard_killed_while_written_is_not_taken_for_whole(shards, tmp_path, m
 # ------------------------------------------------------------------------------------------------- student
 
 def test_principal_embedding_keeps_inner_products():
-    weight = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(0)) @ torch.diag(torch.arange(1.0, 25))
+    weight = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 25)
     small = trainDraft.principal_embedding(weight, 24)
     scale = (small.square().sum() / weight.square().sum()).item()
     assert torch.allclose(small @ small.T, scale * weight @ weight.T, atol=1e-4)
@@ -212,8 +213,8 @@ def test_restricted_softmax_over_all_ids_is_the_full_loss_with_its_gradients():
     numbers = trainDraft.backward_through_head(source * 1.0, weight, batch, Weights, g, chunk=7)
     got = source.grad.clone(), weight.grad.clone()
     source.grad = weight.grad = None
-    loss, kl, ce = trainDraft.distillation_loss(source @ weight.T, batch["labels"], batch["top"], batch["logp"],
-                                                1.0, 0.5)
+    loss, kl, ce = trainDraft.distillation_loss(source @ weight.T, batch["labels"], batch["top"],
+                                                batch["logp"], 1.0, 0.5)
     loss.backward()
     assert numbers == pytest.approx([loss.item(), kl.item(), ce.item()], abs=1e-4)
     assert torch.allclose(got[0], source.grad, atol=1e-5) and torch.allclose(got[1], weight.grad, atol=1e-5)
@@ -222,9 +223,10 @@ def test_restricted_softmax_over_all_ids_is_the_full_loss_with_its_gradients():
 def test_random_negatives_leave_the_normaliser_unbiased():
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
     sums = []
-    for seed in range(4000):
-        ids, bias, column = trainDraft.candidates(torch.tensor([3]), torch.tensor([[3, 9]]), torch.tensor([0, 1]), 8,
-                                                  VOCAB, torch.Generator().manual_seed(seed))
+    for seed in range(2000):
+        ids, bias, column = trainDraft.candidates(
+            torch.tensor([3]), torch.tensor([[3, 9]]), torch.tensor([0, 1]), 8, VOCAB,
+            torch.Generator().manual_seed(seed))
         assert len(ids) == 4 + 8 and (ids[column[[0, 1, 3, 9]]] == torch.tensor([0, 1, 3, 9])).all()
         sums.append((logits[ids] + bias).exp().sum())
     sums = torch.stack(sums)
@@ -253,17 +255,18 @@ def test_training_raises_the_agreement_and_writes_a_card(target_folder, shards, 
     assert figures[1]["alpha"] > figures[0]["alpha"]
     card = (tmp_path / "150" / "README.md").read_text()
     assert f"{figures[1]['agreement']:.3f}" in card and "--steps 150" in card
-    trainDraft.main(["--evaluate", str(tmp_path / "150"), "--target", str(target_folder), "--held-prompts", "3",
-                     "--held-prompt-tokens", "8", "--held-new", "16", *held(target_folder)])
+    trainDraft.main(["--evaluate", str(tmp_path / "150"), "--target", str(target_folder), "--held-prompts",
+                     "3", "--held-prompt-tokens", "8", "--held-new", "16", *held(target_folder)])
     again = json.loads(capsys.readouterr().out.splitlines()[-1])["agreement"]["all"]
     assert again == pytest.approx(figures[1])
 
 
 def test_agreement_against_a_loop(target_folder, target, tmp_path):
     torch.manual_seed(5)
-    draft = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=2, num_key_value_heads=2))
-    rows = [{"source": "a", "prompt": 4, "ids": list(range(3, 23))}, {"source": "b", "prompt": 2, "ids": [7] * 9}]
+    draft = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=16,
+                                         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2))
+    rows = [{"source": "a", "prompt": 4, "ids": list(range(3, 23))},
+            {"source": "b", "prompt": 2, "ids": [7] * 9}]
     figures = trainDraft.evaluate(draft, rows, target)
     hits, alphas = [], []
     for row in rows:
@@ -301,8 +304,8 @@ def test_resumed_run_equals_an_uninterrupted_one(target_folder, shards, tmp_path
 
 
 def test_kill_minus_nine_leaves_a_usable_checkpoint(target_folder, shards, tmp_path):
-    command = arguments(target_folder, tmp_path / "draft", "--only", "train", "--teacher", str(shards), "--steps",
-                        "100000", "--save-seconds", "0")
+    command = arguments(target_folder, tmp_path / "draft", "--only", "train", "--teacher", str(shards),
+                        "--steps", "100000", "--save-seconds", "0")
     process = subprocess.Popen([sys.executable, ROOT / "trainDraft.py", *command], stderr=subprocess.DEVNULL,
                                cwd=tmp_path)
     path, deadline = tmp_path / "draft.work" / "checkpoint.pt", time.time() + 60
@@ -353,7 +356,7 @@ def test_shipped_draft_is_a_llama_that_knows_its_tokenizer(folder):
 
 
 def test_shipped_small_draft_copies():
-    """What repeats is foretold: greedy text loops, and copying is most of what the small draft is good for."""
+    """What repeats is foretold: greedy text loops, and copying is most of what a small draft is good for."""
     folder = SHIPPED[0]
     if not (folder / "model.safetensors").exists():
         pytest.skip("the small draft is not there")
