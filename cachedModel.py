@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from utils import SamplingParams, fit_width
 
+ENGINES = ("eager", "packed")
+
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
 CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -65,6 +67,42 @@ class RollbackLayer(DynamicLayer):
         return self.length
 
 
+class PackedLinear(torch.nn.Module):
+    """A float32 linear layer on a CPU whose weight oneDNN has put into its kernels' own order, once.
+
+    torch.nn.functional.linear hands oneDNN or MKL the plain weight each time; for the few rows of a
+    verification that costs up to three times as much as for one row. Rows do not depend on each other.
+    """
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        self.out_features, self.bias = linear.out_features, linear.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().clone(), None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def use_engine(model, engine: str) -> str:
+    """Make `model` (a causal LM) run on an engine, in place: "eager" leaves it, "packed" replaces its linear
+    layers by PackedLinear. Returns the engine in use, with the reason where it is another than asked for.
+
+    transformers' own generate then runs on the same layers. The law is the model's up to float32 rounding.
+    Raises ValueError for an unknown engine.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}: there are {', '.join(ENGINES)}")
+    if engine == "eager":
+        return engine
+    if model.device.type != "cpu" or model.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return "eager (packed needs float32 on a CPU with oneDNN)"
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(module, name, PackedLinear(child))
+    return engine
+
+
 class CachedModel:
     """A Hugging Face causal LM, batch of one, with the cache of one sequence.
 
@@ -83,7 +121,8 @@ class CachedModel:
             raise ValueError(f"a model with {kind} state cannot be rolled back: choose an attention-only model")
         self.name = name or Path(model.config._name_or_path).name or model.__class__.__name__
         self.device = model.device
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        head = model.get_output_embeddings()
+        self.vocab_size = head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
         self.known_ids = model.get_input_embeddings().weight.shape[0]
         self.context_length = getattr(config, "max_position_embeddings", None)
         # transformers is renaming the argument `past_key_values` to `cache`.

@@ -32,7 +32,7 @@ import transformers
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from cachedModel import CachedModel
+from cachedModel import ENGINES, CachedModel, use_engine
 from costModel import measure_costs
 from downloadData import available_texts, prompt_set, text_of
 from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, resolve_pair
@@ -62,6 +62,7 @@ PROMPT_TOKENS = None   # cut prompts to so many; None: 64 from running text, pro
 REPEATS = 1
 DEVICE = "auto"
 DTYPE = "auto"
+ENGINE = "eager"       # eager or packed (oneDNN's packed weights: float32 on a CPU)
 THREADS = 0            # CPU threads; 0: as torch chooses
 PPL_TOKENS = 20000     # of each text
 WINDOW = 1024          # perplexity's window and stride, in tokens
@@ -85,6 +86,7 @@ class Setup:
     draft: object | None
     drafts: list = field(default_factory=list)  # smallest first
     costs: object | None = None
+    engine: str = "eager"
 
     def controller(self):
         gamma = self.args.gamma
@@ -248,6 +250,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=REPEATS, help="runs of each prompt and method")
     add("--device", default=DEVICE, help="auto, cuda or cpu")
     add("--dtype", default=DTYPE, help="auto, float32, bfloat16 or float16")
+    add("--engine", choices=ENGINES, default=ENGINE, help="packed: weights in oneDNN's order, float32 on a CPU")
     add("--threads", type=int, default=THREADS, help="CPU threads; 0: as torch chooses")
     add("--ppl-tokens", type=int, default=PPL_TOKENS, help="tokens of each text that are scored")
     add("--window", type=int, default=WINDOW, help="perplexity's window [tokens]")
@@ -309,6 +312,8 @@ def set_up(args, for_ppl: bool) -> Setup:
     setup.drafts = [load_model(draft, device, dtype) for draft in pair.drafts]
     if pair.draft is not None:
         setup.draft = setup.drafts[pair.drafts.index(pair.draft)]
+    for model in (*setup.drafts, setup.target):  # the table names the target's
+        setup.engine = use_engine(model, args.engine)
     return setup
 
 
@@ -352,7 +357,7 @@ def meta_of(s: Setup, argv: list[str]) -> dict:
         "draft": Path(s.pair.draft).name if s.pair.draft else None,
         "device": device_name(s.target.device),
         "dtype": str(s.target.dtype).removeprefix("torch."),
-        "engine": "eager",
+        "engine": s.engine,
         "threads": torch.get_num_threads(),
         "temperature": a.temperature,
         "top_k": a.top_k,
