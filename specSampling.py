@@ -296,6 +296,8 @@ class AIMDGamma(GammaController):
 
     def __init__(self, gamma: int = 4, increase: int = 1, decrease: float = 0.5, low: int = 1, high: int = 16):
         super().__init__(gamma, low, high)
+        if low < 1:
+            raise ValueError(f"low must be at least 1, got {low}: no factor leads back from 0")
         self.increase, self.decrease = increase, decrease
 
     def update(self, round):
@@ -388,7 +390,13 @@ def speculative_sampling(target, draft, prompt, params: SamplingParams, gamma: i
 def speculative_sampling_dynamic(target, draft, prompt, params: SamplingParams,
                                  gamma: GammaController | None = None,
                                  on_tokens: OnTokens | None = None) -> Generation:
-    """Speculative decoding whose gamma a controller chooses round by round; None is AIMD from 4."""
+    """Speculative decoding whose gamma a controller chooses round by round; None is AIMD from 4.
+
+    A draft that is a Drafter has its controller already; ValueError if another is given. The rest is as in
+    speculative_sampling.
+    """
+    if gamma is not None and isinstance(draft, Drafter):
+        raise ValueError(f"the drafter {draft.name} brings its own gamma: give the controller to it instead")
     controller = AIMDGamma(4) if gamma is None else gamma
     return drafted_sampling(target, as_drafter(draft, controller, target), prompt, params, on_tokens)
 

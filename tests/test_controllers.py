@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachedModel import CachedModel
+from conftest import tiny_model
 from lively import lively, noisy, random_ids
 from metrics import Round
 from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
@@ -239,3 +240,13 @@ def test_lookup_with_a_controller():
                            SamplingParams(temperature=0, max_new_tokens=40))
     assert [r.proposed for r in out.rounds][:6] == [2, 3, 4, 5, 6, 6]
     assert out.tokens == [(1 + i) % 3 for i in range(40)] and out.acceptance_rate == 1
+
+
+def test_a_drafter_takes_no_second_controller():
+    with pytest.raises(ValueError, match="brings its own gamma"):
+        speculative_sampling_dynamic(tiny_model("llama"), NGramDrafter(4), [1, 2], SamplingParams(), AIMDGamma())
+
+
+def test_aimd_never_falls_to_zero():
+    with pytest.raises(ValueError, match="low must be at least 1"):
+        AIMDGamma(4, low=0)
