@@ -35,11 +35,15 @@ LONG_SHARE = 0.15
 PROMPT_SHARE = 0.3                               # positions inside the prompt that count; all later ones do
 COPY_SHARE = 0.05                                # batches of repeated segments, which teach the heads to copy
 COPY_WARMUP = 0.05                               # part of the run in which every other batch is such a one
-LR, EMBEDDING_LR, WARMUP_STEPS, DECAY = 2e-3, 1e-3, 100, 0.5      # linear decay over the last half
+LR, EMBEDDING_LR, WARMUP_STEPS, DECAY = 2e-3, 5e-4, 100, 0.5      # linear decay over the last half
 KL_WEIGHT, CE_WEIGHT = 1.0, 0.5                  # CE: against the target's likeliest token, what greedy needs
 FREQUENT, NEGATIVES = 3072, 1024                 # ids added to those a batch names in the restricted softmax
 SAVE_SECONDS, EVAL_SECONDS = 60, 300
 COMMANDS = "commands.txt"
+
+# The planted start (see plant_induction): RoPE so slow that half of a head can match content, and strengths.
+ROPE_THETA, SLOW = 1e8, 1e-3
+CODE_PART, CODE, PREVIOUS, NOTE, MATCH, COPY = 4, 0.1, 110.0, 0.15, 12.0, 0.7
 
 # Evaluation: greedy continuations of held-out prompts.
 HELD_PROMPTS, HELD_PROMPT_TOKENS, HELD_NEW = 24, 64, 128
@@ -160,7 +164,7 @@ def reserved_cache(model, capacity):
 
 
 def top_law(logits, k):
-    """logits [..., V] -> (log-probabilities float16, ids), both [..., k], of the likeliest tokens at T = 1."""
+    """logits [..., V] -> (log-probabilities float16, ids), both [..., k], of the likeliest tokens."""
     values, ids = logits.topk(k, dim=-1)
     logp = values.float() - torch.logsumexp(logits.float(), -1, keepdim=True)
     return logp.half(), ids
@@ -345,9 +349,76 @@ def make_student(args, target):
         vocab_size=weight.shape[0], hidden_size=args.hidden, intermediate_size=args.intermediate,
         num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=args.heads,
         max_position_embeddings=args.positions, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id))
     student.get_input_embeddings().weight.data.copy_(principal_embedding(weight, args.hidden))
+    if args.plant:
+        plant_induction(student, args.seed)
     return student
+
+
+@torch.no_grad()
+def plant_induction(student, seed):
+    """Start the first two layers as an induction circuit (Olsson et al. 2022): copy what followed last time.
+
+    Greedy text repeats itself, so copying is most of what a draft can do, and a few million tokens are too
+    few for training to find it. The coordinates of the stream are: the embedding's principal ones; a random
+    code of +-CODE for each token; the note, empty in the embedding; a constant (the output norm drops it).
+    In layer 0 heads attend to the token before and note its code; in layer 1 heads look for positions whose
+    note is the present token's code and copy the embedding that stands there.
+    """
+    config, table = student.config, student.get_input_embeddings().weight
+    D, H = config.hidden_size // config.num_attention_heads, config.num_attention_heads
+    frequency = ROPE_THETA ** (-torch.arange(D // 2) / (D // 2))
+    slow = (frequency < SLOW).nonzero().squeeze(1)
+    slow = torch.cat([slow, slow + D // 2])              # dimensions of a head that position hardly turns
+    width = min(2 * len(slow), (config.hidden_size - 1) // CODE_PART)
+    code = config.hidden_size - 1 - 2 * width            # the first coordinate of the code, then of the note
+    note = code + width
+    signs = torch.randint(0, 2, (len(table), width), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    table[:, code:note], table[:, note:-1], table[:, -1] = CODE * signs, 0, 1
+    student.model.norm.weight[-1] = 0
+    for layer in student.model.layers:                   # the rest starts quiet
+        layer.mlp.down_proj.weight *= 0.1
+        layer.self_attn.o_proj.weight *= 0.1
+    size = table.square().sum(1).mean().div(config.hidden_size).sqrt()       # RMSNorm divides by this
+    plant_previous(student.model.layers[0].self_attn, D, frequency, code, note, width, size)
+    plant_matching(student.model.layers[1].self_attn, D, H, slow, code, note, width)
+
+
+def clear_head(attention, at, D):
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight[at:at + D] = 0
+    attention.o_proj.weight[:, at:at + D] = 0
+
+
+def plant_previous(attention, D, frequency, code, note, width, size):
+    """Heads that attend one token back (q, k come from the constant, k turned by one) and note its code."""
+    strength = PREVIOUS ** 0.5 * size * (torch.arange(D // 2) < 3)           # the three fastest frequencies
+    for at in range(0, width, D):
+        dims = torch.arange(at, min(at + D, width))
+        clear_head(attention, at, D)
+        attention.q_proj.weight[at:at + D // 2, -1] = strength
+        attention.k_proj.weight[at:at + D // 2, -1] = strength * frequency.cos()
+        attention.k_proj.weight[at + D // 2:at + D, -1] = strength * frequency.sin()
+        attention.v_proj.weight[dims, code + dims] = 1
+        attention.o_proj.weight[note + dims, dims] = NOTE
+
+
+def plant_matching(attention, D, H, slow, code, note, width):
+    """Heads whose query is the present token's code, whose key is the note, and which copy the embedding."""
+    part = min(len(slow), width)
+    match = (MATCH * D ** 0.5 / part) ** 0.5
+    choices = (torch.arange(part), torch.arange(width - part, width), torch.arange(0, width, 2),
+               torch.arange(1, width, 2))
+    copied = torch.arange(note).flip(0).split(D)         # the code first
+    for h in range(min(H, len(copied), len(choices))):
+        dims, rows = choices[h][:part], h * D + torch.arange(len(copied[h]))
+        clear_head(attention, h * D, D)
+        attention.q_proj.weight[h * D + slow[:len(dims)], code + dims] = match
+        attention.k_proj.weight[h * D + slow[:len(dims)], note + dims] = match
+        attention.v_proj.weight[rows, copied[h]] = 1
+        attention.o_proj.weight[copied[h], rows] = COPY
 
 
 # ---------------------------------------------------------------------------------------------------- loss
@@ -687,8 +758,9 @@ about ("text": written by people; the others by the target, greedily or at that 
 {steps:,} steps, {positions:,} positions seen, {minutes:.0f} minutes on {machine}.
 Loss = {kl_weight} x KL(target || draft) + {ce_weight} x cross-entropy of the target's likeliest token; at the
 end loss {loss:.3f}, KL {kl:.3f}, cross-entropy of the text {ce:.3f} (running means over training batches).
-The embedding began as the target's on its {hidden} top principal directions. Some batches are segments
-repeated several times, which teach the heads to copy: greedy text loops.
+The embedding began as the target's on its top principal directions, the first two layers as a circuit that
+copies what followed the present token before (`plant_induction`): greedy text loops. Some batches are
+segments repeated several times, which keep that up.
 
 ## Agreement with the target's greedy continuations
 
@@ -709,8 +781,9 @@ In this order, the first ones side by side; a run that was stopped goes on from 
 ## Licences
 
 The weights are this project's work, derived from samples of the target (SmolLM2-135M-Instruct: Apache-2.0)
-and from the texts above: WikiText-2 (Wikipedia, CC BY-SA 3.0 and GFDL), PG-19 books and Shakespeare (public
-domain), GSM8K (MIT). The tokenizer is the target's.
+and from the texts above: WikiText-2 (Wikipedia, CC BY-SA 3.0 and GFDL), PG-19 books (public domain),
+Shakespeare's works (public domain, in an edition whose file carries its own notice), GSM8K (MIT). The
+tokenizer is the target's.
 """
 
 
@@ -732,7 +805,7 @@ def write_card(args, student, shards, state, figures, folders):
     table = markdown_table(["held-out source", "prompts", "positions", "agreement", "alpha (T = 1)"],
                            [[name, f["prompts"], f"{f['positions']:,}", f"{f['agreement']:.3f}",
                              f"{f['alpha']:.3f}"] for name, f in figures.items()])
-    commands = [line for folder in folders for line in (folder / COMMANDS).read_text().splitlines()]
+    commands = dict.fromkeys(line for f in folders for line in (f / COMMANDS).read_text().splitlines())
     (args.out / "README.md").write_text(CARD.format(
         name=args.out.name, target=Path(args.target).name, layers=config.num_hidden_layers,
         hidden=config.hidden_size, heads=config.num_attention_heads, vocab=config.vocab_size, params=params,
@@ -740,7 +813,7 @@ def write_card(args, student, shards, state, figures, folders):
         tokens=sum(counts.values()), data=data_table(counts), steps=state["step"],
         positions=state["positions"], minutes=state["seconds"] / 60,
         machine=f"{os.cpu_count()} CPU cores that other work shared in part", kl_weight=args.kl_weight,
-        ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce, table=table, commands="\n".join(dict.fromkeys(commands))))
+        ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce, table=table, commands="\n".join(commands)))
 
 
 def note_command(args, folder):
@@ -800,6 +873,7 @@ def parse(argv):
     p.add_argument("--intermediate", type=int, default=640)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--heads", type=int, default=5)
+    p.add_argument("--plant", action=argparse.BooleanOptionalAction, default=True, help="start able to copy")
     p.add_argument("--positions", type=int, default=8192, help="context length of the draft")
     p.add_argument("--steps", type=int, default=0, help="end after so many steps")
     p.add_argument("--minutes", type=float, default=0, help="end after so many minutes of training")
@@ -837,6 +911,8 @@ def check(args):
         raise ValueError(f"--context must be at least 8, not {args.context}")
     if args.hidden % args.heads or args.hidden // args.heads % 2:
         raise ValueError(f"--hidden {args.hidden} must be an even multiple of --heads {args.heads}")
+    if args.plant and args.layers < 2:
+        raise ValueError(f"--layers {args.layers} is too few to plant a copying circuit; add --no-plant")
     if not args.evaluate and args.only in (None, "train") and not (args.steps > 0 or args.minutes > 0):
         raise ValueError("give --steps N or --minutes M above 0")
     for spec in args.text + args.prompts + args.samples:

@@ -59,7 +59,7 @@ def target(target_folder):
 
 def arguments(folder, out, *more):
     return ["--target", str(folder), "--out", str(out), "--text", str(folder / "text.txt"), "--threads", "1",
-            "--hidden", "32", "--layers", "1", "--heads", "2", "--intermediate", "48", "--no-bf16",
+            "--hidden", "32", "--layers", "2", "--heads", "2", "--intermediate", "48", "--no-bf16",
             "--sample-rows", "8", "--sample-tokens", "2000", "--score-tokens", "600", "--batch-rows", "8",
             "--context", "48", "--frequent", "8", "--negatives", "8", "--top-k", "8", "--held-prompts", "3",
             "--held-prompt-tokens", "8", "--held-new", "16", *more]
@@ -160,6 +160,26 @@ def test_principal_embedding_keeps_inner_products():
         errors.append((hat - weight).square().sum().item())
     assert errors[0] == pytest.approx(part[8:].square().sum().item(), rel=1e-4)
     assert errors[0] <= min(errors[1:]) + 1e-3
+
+
+@pytest.mark.parametrize("hidden, heads, layers", [(240, 5, 4), (64, 2, 2)])
+def test_planted_student_copies_before_any_training(hidden, heads, layers):
+    """Segments of random tokens, repeated: all but foretold from the second time on, at any distance."""
+    args = trainDraft.parse(["--target", "x", "--out", "x", "--only", "sample", "--hidden", str(hidden),
+                             "--heads", str(heads), "--layers", str(layers)])
+    teacher = LlamaForCausalLM(LlamaConfig(vocab_size=500, hidden_size=96, intermediate_size=16,
+                                           num_hidden_layers=1, num_attention_heads=2))
+    student = trainDraft.make_student(args, teacher).eval()
+    g = torch.Generator().manual_seed(0)
+    for n in (10, 40, 150):
+        segments = torch.stack([torch.randperm(500, generator=g)[:n] for _ in range(4)])
+        # the first token has no token before it and notes itself, so its repetition says nothing
+        hits = student(segments.repeat(1, 2)).logits.argmax(-1)[:, n + 1:-1] == segments[:, 2:]
+        assert hits.float().mean() > 0.9
+    args.plant = False
+    student = trainDraft.make_student(args, teacher).eval()
+    hits = student(segments.repeat(1, 2)).logits.argmax(-1)[:, n + 1:-1] == segments[:, 2:]
+    assert hits.float().mean() < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- loss
@@ -325,6 +345,7 @@ def test_kill_minus_nine_leaves_a_usable_checkpoint(target_folder, shards, tmp_p
     (["--steps", "x"], "--steps"),
     (["--steps", "2", "--hidden", "30", "--heads", "4"], "--heads"),
     (["--steps", "2", "--layers", "0"], "--layers"),
+    (["--steps", "2", "--layers", "1"], "--no-plant"),
     (["--steps", "2", "--text", "absent.txt"], "no such file: absent.txt"),
     (["--steps", "2", "--held-out", "absent.txt"], "no such file: absent.txt"),
     (["--steps", "2", "--target", "absent-model"], "absent-model"),
