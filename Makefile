@@ -4,7 +4,7 @@
 # Variables: PYTHON=python3.12   BENCH_FLAGS="--maxLen 100"   DATA_FLAGS="--from ../shared/data"
 
 PYTHON ?= python3
-BENCH_FLAGS ?=
+BENCH_FLAGS ?= --maxLen 128 --n-prompts 6 --ppl-tokens 8000
 DATA_FLAGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -62,7 +62,7 @@ PROMPT_TOKENS = None   # cut prompts to so many; None: 64 from running text, pro
 REPEATS = 1
 DEVICE = "auto"
 DTYPE = "auto"
-ENGINE = "eager"       # eager or packed (oneDNN's packed weights: float32 on a CPU)
+ENGINE = "auto"        # eager, packed (oneDNN's packed weights), or auto: packed in float32 on a CPU
 THREADS = 0            # CPU threads; 0: as torch chooses
 PPL_TOKENS = 20000     # of each text
 WINDOW = 1024          # perplexity's window and stride, in tokens
@@ -250,7 +250,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=REPEATS, help="runs of each prompt and method")
     add("--device", default=DEVICE, help="auto, cuda or cpu")
     add("--dtype", default=DTYPE, help="auto, float32, bfloat16 or float16")
-    add("--engine", choices=ENGINES, default=ENGINE, help="packed: weights in oneDNN's order, float32 on a CPU")
+    add("--engine", choices=("auto", *ENGINES), default=ENGINE,
+        help="packed: weights in oneDNN's order; auto: packed in float32 on a CPU, else eager")
     add("--threads", type=int, default=THREADS, help="CPU threads; 0: as torch chooses")
     add("--ppl-tokens", type=int, default=PPL_TOKENS, help="tokens of each text that are scored")
     add("--window", type=int, default=WINDOW, help="perplexity's window [tokens]")
@@ -313,7 +314,9 @@ def set_up(args, for_ppl: bool) -> Setup:
     if pair.draft is not None:
         setup.draft = setup.drafts[pair.drafts.index(pair.draft)]
     for model in (*setup.drafts, setup.target):  # the table names the target's
-        setup.engine = use_engine(model, args.engine)
+        setup.engine = use_engine(model, "packed" if args.engine == "auto" else args.engine)
+    if args.engine == "auto":
+        setup.engine = setup.engine.split()[0]  # nothing was asked for, so there is nothing to explain
     return setup
 
 

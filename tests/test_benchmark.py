@@ -196,6 +196,17 @@ def test_unknown_pair_from_the_shell():
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--pair" in done.stderr
 
 
+def test_the_readme_names_every_flag(bench, monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench.argparse.ArgumentParser, "parse_args", lambda self, _: seen.append(self) or bench.sys.exit())
+    with pytest.raises(SystemExit):
+        bench.parse([])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for action in seen[0]._actions[1:]:
+        row = f"| {', '.join(f'`{flag}`' for flag in action.option_strings)} | "
+        assert row in readme and readme.split(row)[1].split("\n")[0].endswith(f"| {action.help} |"), row
+
+
 def test_rows_are_valid_json_without_infinities(tmp_path):
     results = Results(tmp_path, {"pair": "x"})
     results.table([Column("method", "method", "", 8), Column("PPL", "ppl", ".2f", 8)])
