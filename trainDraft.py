@@ -838,8 +838,8 @@ def export(args, student, tokenizer):
     args.out.mkdir(parents=True, exist_ok=True)
     for file in partial.iterdir():
         file.replace(args.out / file.name)
+        (args.out / file.name).chmod(0o644)
     partial.rmdir()
-    return copy.float()
 
 
 # ---------------------------------------------------------------------------------------------------- main
@@ -964,8 +964,9 @@ def main(argv):
         held = held_out(args, tokenizer, load_target, work) if args.held_out else None
         shards, student = Shards(teacher), make_student(args, load_target(torch.float32))
         state = train(args, student, shards, work, held)
-        draft = export(args, student, tokenizer)
+        export(args, student, tokenizer)
         if held:
+            draft = load(args.out, torch.float32)                # what is shipped, rounded to bfloat16
             figures = evaluate(draft, held, load_target(torch.float32))
             noted = [folder for folder in (teacher, work) if (folder / COMMANDS).exists()]
             write_card(args, draft, shards, state, figures, noted)
