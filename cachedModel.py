@@ -66,6 +66,21 @@ class RollbackLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
+    def batch_select_indices(self, indices: LongTensor) -> None:
+        """Keep only these rows of a batch."""
+        self.key_buffer, self.value_buffer = self.key_buffer[indices], self.value_buffer[indices]
+        self.crop_to(self.length)
+
+
+def empty_cache() -> Cache:
+    """A cache of RollbackLayers, one for each layer that asks."""
+    return Cache(layer_class_to_replicate=RollbackLayer)
+
+
+def cache_argument(model) -> str:
+    """How `model` calls its cache: transformers is renaming the argument `past_key_values` to `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
 
 class PackedLinear(torch.nn.Module):
     """A float32 linear layer on a CPU whose weight oneDNN has put into its kernels' own order, once.
@@ -125,14 +140,12 @@ class CachedModel:
         self.vocab_size = head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
         self.known_ids = model.get_input_embeddings().weight.shape[0]
         self.context_length = getattr(config, "max_position_embeddings", None)
-        # transformers is renaming the argument `past_key_values` to `cache`.
-        known = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in known else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: an empty cache, no forwards counted."""
-        self.cache = Cache(layer_class_to_replicate=RollbackLayer)
+        self.cache = empty_cache()
         self.length = 0
         self.forwards = 0
 

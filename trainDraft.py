@@ -15,11 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig,
-                          LlamaForCausalLM)
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from cachedModel import cache_argument, empty_cache
+from downloadData import read_prompts, read_text
+from loadModel import load_model, load_tokenizer
+from utils import norm_logits, sample
 
 # The sampling mix: rows of a batch share a prompt length and a number of new tokens, not the temperature.
 TOP_K = 16                                       # teacher log-probabilities kept per position
@@ -78,25 +81,18 @@ def split_weight(spec):
     return Path(path), float(weight or 1)
 
 
-def read_text(path):
-    return path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
-
-
-def read_prompts(path):
-    """Texts of a JSON-lines file: `prompt`, else the first of `turns`, else `question`."""
-    for line in path.open(encoding="utf-8"):
-        row = json.loads(line)
-        yield row.get("prompt") or (row.get("turns") or [None])[0] or row["question"]
+def prose(path):
+    return read_text(path).replace("\r\n", "\n")
 
 
 def text_sources(args, tokenizer):
     """What people wrote: the text files, and of each prompts file the rows meant for training."""
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     for path, weight in map(split_weight, args.text):
-        yield Source(path.name, [encode(read_text(path))], weight, whole=False)
+        yield Source(path.name, [encode(prose(path))], weight, whole=False)
     for path, weight in map(split_weight, args.prompts):
-        texts = list(read_prompts(path))[:args.prompt_limit]
-        yield Source(path.name, [encode(t) for t in texts], weight, whole=True)
+        texts = read_prompts(path)[:args.prompt_limit]
+        yield Source(path.name, [encode(text) for text, _ in texts], weight, whole=True)
 
 
 def load_sources(args, tokenizer):
@@ -129,40 +125,6 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-class ReservedLayer(DynamicLayer):
-    """A cache layer with room set aside: a step writes one column instead of copying the whole cache."""
-
-    def __init__(self, capacity):
-        super().__init__()
-        self.capacity, self.used = capacity, 0
-
-    def lazy_initialization(self, key_states, value_states):
-        room = lambda x: x.new_empty(*x.shape[:2], self.capacity, x.shape[3])
-        self.room = room(key_states), room(value_states)
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.used + key_states.shape[-2]
-        for room, new in zip(self.room, (key_states, value_states)):
-            room[:, :, self.used:end] = new
-        self.used = end
-        self.keys, self.values = (room[:, :, :end] for room in self.room)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices):
-        self.room = tuple(room[indices] for room in self.room)
-        self.keys, self.values = (room[:, :, :self.used] for room in self.room)
-
-
-def reserved_cache(model, capacity):
-    """A cache for `capacity` positions; layers with a sliding window stay transformers' own."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [ReservedLayer(capacity) if type(x) is DynamicLayer else x for x in cache.layers]
-    return cache
-
-
 def top_law(logits, k):
     """logits [..., V] -> (log-probabilities float16, ids), both [..., k], of the likeliest tokens."""
     values, ids = logits.topk(k, dim=-1)
@@ -171,13 +133,11 @@ def top_law(logits, k):
 
 
 def draw(logits, temperatures, generator):
-    """One id a row: argmax where the temperature is 0, else a draw (inverse CDF) at that temperature. [B]"""
+    """One id a row, each at its own temperature (0 is greedy): logits [B, V], temperatures [B] -> [B]."""
     ids = logits.argmax(-1)
     hot = temperatures.nonzero().squeeze(-1)
     if len(hot):
-        cdf = (logits[hot].float() / temperatures[hot, None]).softmax(-1).cumsum(-1)
-        u = torch.rand(len(hot), 1, generator=generator) * cdf[:, -1:]
-        ids[hot] = torch.searchsorted(cdf, u, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+        ids[hot] = sample(norm_logits(logits[hot].float() / temperatures[hot, None]), generator)
     return ids
 
 
@@ -194,9 +154,10 @@ def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
     top = torch.zeros(B, n + n_new - 1, k, dtype=torch.long)
     length = torch.full((B,), n + n_new)
     ids[:, :n] = prompts
-    cache, rows = reserved_cache(model, n + n_new), torch.arange(B)
+    cache, rows = empty_cache(), torch.arange(B)
+    kept = {cache_argument(model): cache, "use_cache": True}
     stops = torch.tensor(stops, dtype=torch.long)
-    logits = model(prompts, cache=cache).logits
+    logits = model(prompts, **kept).logits
     for i in range(n - 1):
         logp[:, i], top[:, i] = top_law(logits[:, i], k)
     logits = logits[:, -1].clone()
@@ -211,7 +172,7 @@ def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
         if alive.float().mean() < 0.95:
             rows = rows[alive]
             cache.batch_select_indices(alive.nonzero().squeeze(1))
-        logits = model(ids[rows, at:at + 1], cache=cache).logits[:, -1]
+        logits = model(ids[rows, at:at + 1], **kept).logits[:, -1]
     return ids, logp, top, length
 
 
@@ -654,9 +615,9 @@ def train(args, student, shards, work, held=None):
 def held_windows(path, n_prompts, n_tokens, tokenizer, after):
     """Evenly spaced windows of a text, or the heads of the last separate prompts that are long enough."""
     if path.suffix == ".jsonl":
-        rows = [tokenizer(t, add_special_tokens=False).input_ids for t in list(read_prompts(path))[after:]]
+        rows = [tokenizer(text, add_special_tokens=False).input_ids for text, _ in read_prompts(path)[after:]]
         return [r[:n_tokens] for r in rows if len(r) >= n_tokens][:n_prompts]
-    ids = tokenizer(read_text(path), add_special_tokens=False).input_ids
+    ids = tokenizer(prose(path), add_special_tokens=False).input_ids
     starts = [int((i + 0.5) / n_prompts * (len(ids) - n_tokens)) for i in range(n_prompts)]
     return [ids[at:at + n_tokens] for at in starts if len(ids) >= n_tokens]
 
@@ -929,26 +890,22 @@ def check(args):
         raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples")
 
 
-def load(name, dtype, **kwargs):
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, local_files_only=True, use_safetensors=True, **kwargs).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model in {name} ({str(error).splitlines()[0]}); see --target") from None
+def load(name, dtype):
+    return load_model(name, torch.device("cpu"), dtype)
 
 
-def load_tokenizer(name):
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer in {name} ({str(error).splitlines()[0]}); see --target") from None
+def load_teacher(name, dtype):
+    """The target with the attention that is fast for many rows of one new token each."""
+    model = load(name, dtype)
+    model.set_attn_implementation("grouped")
+    return model
 
 
 def main(argv):
     args = parse(argv)
     torch.set_num_threads(args.threads)
     tokenizer = load_tokenizer(args.target)
-    load_target = lambda dtype: load(args.target, dtype, attn_implementation="grouped")
+    load_target = lambda dtype: load_teacher(args.target, dtype)
     teacher_type = torch.bfloat16 if args.bf16 else torch.float32
     work = args.work or Path(str(args.evaluate or args.out) + ".work")
     teacher = args.teacher or work / "samples"
