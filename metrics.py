@@ -13,12 +13,17 @@ synchronised. n is the number of ids emitted, n_first how many came with the fir
 import json
 import math
 import os
+import platform
+import re
+import subprocess
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
 
 def clock(device: torch.device) -> float:
@@ -197,6 +202,41 @@ FIELDS = (
     "top_k top_p max_new_tokens seed n_prompts repeats ttft_s tpot_ms throughput speedup alpha "
     "tokens_per_round target_forwards draft_forwards peak_memory_mb ppl n_tokens window stride"
 ).split()
+
+
+def run_meta(command: str, device: torch.device, dtype: torch.dtype) -> dict:
+    """The fields that tell when, from which code, with which command and on which machine a run was made."""
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "command": command,
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
+                    f"transformers {transformers.__version__}",
+    }
+
+
+def git_commit() -> str | None:
+    """The short hash, with + when tracked files other than the results differ; None outside a git checkout."""
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+
+    try:
+        head = git("rev-parse", "--short", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results.*").returncode
+    except OSError:
+        return None
+    return head.stdout.strip() + "+" * (changed == 1) if head.returncode == 0 else None
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return f"cpu ({found[1].strip() if found else platform.machine()}, {os.cpu_count()} cores)"
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,12 @@ import contextlib
 import gc
 import json
 import os
-import platform
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 # Nothing here needs the network: models and data are on the disk, and a flag of the shell must not delay it.
@@ -36,7 +33,7 @@ from cachedModel import ENGINES, CachedModel, use_engine
 from costModel import measure_costs
 from downloadData import available_texts, prompt_set, text_of
 from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, resolve_pair
-from metrics import Column, Generation, Results, Round, append, clock, run_record, summarise
+from metrics import Column, Generation, Results, Round, append, clock, run_meta, run_record, summarise
 from PPL import generated_perplexity, sampler_distance, text_perplexity
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma, ModelDrafter,
@@ -245,7 +242,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=SEED, help="of the drawing of tokens")
     add("--prompts", action="append", help="wikitext, pg19, shakespeare, gemma-text or a file; repeatable")
     add("--n-prompts", type=int, default=N_PROMPTS, help="prompts of each set")
-    add("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="cut prompts; default 64 from running text, whole from files")
+    add("--prompt-tokens", type=int, default=PROMPT_TOKENS,
+        help="cut prompts; default 64 from running text, whole from files")
     add("--chat", action="store_true", help="apply the tokenizer's chat template to the prompts")
     add("--repeats", type=int, default=REPEATS, help="runs of each prompt and method")
     add("--device", default=DEVICE, help="auto, cuda or cpu")
@@ -352,42 +350,16 @@ def meta_of(s: Setup, argv: list[str]) -> dict:
     """The fields that all rows of a run share."""
     a = s.args
     return {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "commit": git_commit(),
-        "command": "python test.py " + " ".join(argv),
+        **run_meta("python test.py " + " ".join(argv), s.target.device, s.target.dtype),
         "pair": s.pair.name,
         "target": Path(s.pair.target).name,
         "draft": Path(s.pair.draft).name if s.pair.draft else None,
-        "device": device_name(s.target.device),
-        "dtype": str(s.target.dtype).removeprefix("torch."),
         "engine": s.engine,
-        "threads": torch.get_num_threads(),
         "temperature": a.temperature,
         "top_k": a.top_k,
         "top_p": a.top_p,
         "seed": a.seed,
-        "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
-                    f"transformers {transformers.__version__}",
     }
-
-
-def git_commit() -> str | None:
-    """The short hash, with + when tracked files have changed since; None outside a git checkout."""
-    here = Path(__file__).parent
-    try:
-        show = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=here,
-                              capture_output=True, text=True)
-    except OSError:
-        return None
-    return show.stdout.strip() or None
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return f"cpu ({found[1].strip() if found else platform.machine()}, {os.cpu_count()} cores)"
 
 
 def write_header(results: Results, lines: dict) -> None:
@@ -604,8 +576,8 @@ def same_ids(s: Setup, results: Results, runs: dict, prompts) -> bool:
                 at = next((i for i, (a, b) in enumerate(zip(tokens, r["tokens"])) if a != b),
                           min(len(tokens), len(r["tokens"])))
                 gap = top_two_gap(s, prompts[r["prompt"]].ids + tokens[:at])
-                results.say(f"DIFFERENT: {name}, prompt {r['prompt']}, new token {at}: {r['tokens'][at:at + 1]} instead "
-                            f"of {tokens[at:at + 1]}; the target's two best logits there are {gap:.2e} apart")
+                results.say(f"DIFFERENT: {name}, prompt {r['prompt']}, new token {at}: {r['tokens'][at:at + 1]} "
+                            f"instead of {tokens[at:at + 1]}; the target's two best logits there are {gap:.2e} apart")
     if good and compared:
         results.say(f"greedy ids: all {compared} generations of lossless methods equal the target's")
     return good
@@ -723,8 +695,8 @@ def law_rows(s: Setup, results: Results, names: list[str]) -> None:
                     top_k=top_k, n_positions=found.n_positions, n_draws=found.n_draws, tv=found.distance,
                     tv_expected=found.expected, tv_later=found.later_distance,
                     tv_later_expected=found.later_expected, p_value=found.p_value)
-    results.say("TV: total variation distance between the tokens that verify emitted and p, first of a round and later")
-    results.say("ones; from noise: what as many exact draws from p would show; p-value: the chance of as much by noise.")
+    results.say("TV: total variation distance between what verify emitted and p, first of a round and later tokens;")
+    results.say("from noise: what as many exact draws from p would show; p-value: the chance of as much by noise.")
 
 
 # ------------------------------------------------------------------------------------- watching it decode

@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from cachedModel import cache_argument, empty_cache
 from downloadData import read_prompts, read_text
 from loadModel import load_model, load_tokenizer
+from metrics import Column, Results, run_meta
 from utils import norm_logits, sample
 
 # The sampling mix: rows of a batch share a prompt length and a number of new tokens, not the temperature.
@@ -816,6 +817,7 @@ def parse(argv):
     p.add_argument("--out", type=Path, help="folder of the draft, e.g. models/smollm2-draft-small")
     p.add_argument("--work", type=Path, help="folder of shards and checkpoint (default: OUT.work)")
     p.add_argument("--teacher", type=Path, help="folder of teacher shards (default: WORK/samples)")
+    p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     p.add_argument("--evaluate", type=Path, help="only measure the agreement of this draft")
     p.add_argument("--only", choices=("sample", "score", "train"), help="only this stage")
     p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
@@ -862,6 +864,8 @@ def check(args):
     """Raise ValueError for what cannot work."""
     if not (args.out or args.evaluate):
         raise ValueError("give --out FOLDER (to train) or --evaluate FOLDER")
+    if not args.results.is_dir():
+        raise ValueError(f"--results {args.results} is not a folder: make it first")
     if args.evaluate and not args.held_out:
         raise ValueError("--evaluate needs --held-out FILE...")
     for flag in ("threads", "sample_rows", "top_k", "hidden", "intermediate", "layers", "heads", "batch_rows",
@@ -930,13 +934,22 @@ def main(argv):
             report(args, figures)
 
 
+COLUMNS = [Column("agreement of", "draft", "", 20), Column("text", "text", "", 20),
+           Column("prompts", "n_prompts", "d", 7), Column("positions", "n_tokens", "d", 9),
+           Column("agreement", "agreement", ".4f", 9), Column("alpha, T = 1", "alpha", ".4f", 12)]
+
+
 def report(args, figures):
-    """The agreement by source as a table, then as one line of JSON."""
+    """The agreement by source: printed, and appended to results.txt and results.jsonl in --results."""
+    meta = run_meta(args.command, torch.device("cpu"), torch.float32)
+    results = Results(args.results, {**meta, "target": Path(args.target).name, "engine": "eager"})
+    results.say(f"\n== {meta['date']}  commit {meta['commit']}\ncommand   {args.command}\n"
+                f"machine   {meta['device']}, {meta['threads']} threads, {meta['dtype']}; {meta['versions']}")
+    results.table(COLUMNS)
     for name, f in figures.items():
-        print(f"{name:24} {f['prompts']:4} prompts {f['positions']:6} positions  "
-              f"agreement {f['agreement']:.4f}  alpha {f['alpha']:.4f}")
-    print(json.dumps({"draft": str(args.evaluate or args.out), "target": args.target, "command": args.command,
-                      "agreement": figures}))
+        results.row(method="agreement", draft=Path(args.evaluate or args.out).name, text=name,
+                    n_prompts=f["prompts"], n_tokens=f["positions"], agreement=f["agreement"], alpha=f["alpha"],
+                    temperature=0.0, max_new_tokens=args.held_new)
 
 
 def run(argv):

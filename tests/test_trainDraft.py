@@ -17,6 +17,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
                           PreTrainedTokenizerFast)
 
 import trainDraft
+from metrics import FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 64
@@ -264,21 +265,29 @@ def held(folder):
     return "--held-out", f"{folder / 'held.txt'}=held"
 
 
-def test_training_raises_the_agreement_and_writes_a_card(target_folder, shards, tmp_path, capsys):
+def test_training_raises_the_agreement_and_writes_a_card(target_folder, shards, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # results.txt and results.jsonl are appended to in the folder it runs in
+
+    def last_row():
+        row = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
+        assert row["text"] == "all" and set(FIELDS) <= set(row)
+        return row
+
     figures = []
     for steps in ("1", "150"):
         train(target_folder, tmp_path / steps, shards, "--steps", steps, *held(target_folder))
-        last = json.loads(capsys.readouterr().out.splitlines()[-1])
-        figures.append(last["agreement"]["all"])
-    assert figures[1]["positions"] == figures[0]["positions"] > 20
+        figures.append(last_row())
+    assert figures[1]["n_tokens"] == figures[0]["n_tokens"] > 20
     assert figures[1]["agreement"] > figures[0]["agreement"] + 0.05
     assert figures[1]["alpha"] > figures[0]["alpha"]
     card = (tmp_path / "150" / "README.md").read_text()
     assert f"{figures[1]['agreement']:.3f}" in card and "--steps 150" in card
     trainDraft.main(["--evaluate", str(tmp_path / "150"), "--target", str(target_folder), "--held-prompts",
                      "3", "--held-prompt-tokens", "8", "--held-new", "16", *held(target_folder)])
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])["agreement"]["all"]
-    assert again == pytest.approx(figures[1])
+    again = last_row()
+    assert [again[k] for k in ("agreement", "alpha", "n_tokens")] == pytest.approx(
+        [figures[1][k] for k in ("agreement", "alpha", "n_tokens")])
+    assert "agreement of" in (tmp_path / "results.txt").read_text()
 
 
 def test_agreement_against_a_loop(target_folder, target, tmp_path):
