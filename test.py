@@ -12,9 +12,11 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -31,7 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from cachedModel import ENGINES, CachedModel, use_engine
 from costModel import measure_costs
-from downloadData import available_texts, prompt_set, text_of
+from downloadData import TEXTS, available_texts, prompt_set, text_of
 from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, resolve_pair
 from metrics import Column, Generation, Results, Round, append, clock, run_meta, run_record, summarise
 from PPL import generated_perplexity, sampler_distance, text_perplexity
@@ -89,8 +91,12 @@ class Setup:
         gamma = self.args.gamma
         if self.args.controller == "cost":
             return CostAwareGamma(self.costs.c, self.costs.v)
-        return {"fixed": FixedGamma, "aimd": AIMDGamma, "heuristic": HeuristicGamma,
-                "confidence": lambda gamma: ConfidenceGamma(max(gamma, 16))}[self.args.controller](gamma)
+        if self.args.controller == "fixed":
+            return FixedGamma(gamma)
+        high = max(gamma, 16)
+        if self.args.controller == "confidence":
+            return ConfidenceGamma(high)
+        return {"aimd": AIMDGamma, "heuristic": HeuristicGamma}[self.args.controller](gamma, high=high)
 
     def multi_gammas(self) -> list[int]:
         return list(self.args.gammas or [self.args.gamma] * len(self.drafts))
@@ -164,28 +170,41 @@ class CommitClock(BaseStreamer):
 
 
 def hf_generate(s, ids, params, on_tokens=None, **more) -> Generation:
-    """transformers' own generate under the same SamplingParams; the global random state is put back."""
+    """transformers' own generate under the same SamplingParams and within the target's context; the global random
+    state is put back. The model's own defaults (a repetition penalty, say) are set aside: they bend the law."""
     device = s.target.device
     out = Generation()
-    if params.max_new_tokens == 0:
-        out.finish_reason = "length"
+    context = CachedModel(s.target).context_length
+    room = params.max_new_tokens if context is None else min(params.max_new_tokens, context - len(ids))
+    if room == 0:
+        out.finish_reason = "length" if params.max_new_tokens == 0 else "context"
         return out
     how = {"do_sample": False}
     if params.temperature > 0:
         how = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
     config = transformers.GenerationConfig(
-        max_new_tokens=params.max_new_tokens, eos_token_id=list(params.stop_token_ids) or None,
+        max_new_tokens=room, eos_token_id=list(params.stop_token_ids) or None,
         pad_token_id=params.stop_token_ids[0] if params.stop_token_ids else 0, **how)
     inputs = torch.tensor([ids], device=device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode():
+    with torch.random.fork_rng(devices), torch.inference_mode(), plain_defaults(s.target):
         torch.seed() if params.seed is None else torch.manual_seed(params.seed)
         out.start = clock(device)
         s.target.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config,
                           streamer=CommitClock(out, device, on_tokens), **more)
     stopped = bool(out.tokens) and out.tokens[-1] in params.stop_token_ids
-    out.finish_reason = "stop" if stopped else "length"
+    out.finish_reason = "stop" if stopped else "length" if room == params.max_new_tokens else "context"
     return out
+
+
+@contextlib.contextmanager
+def plain_defaults(model):
+    """generate fills what a call leaves open from the model's own generation_config: inside, that is empty."""
+    own, model.generation_config = model.generation_config, transformers.GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def run_hf(s, ids, params, on_tokens=None):
@@ -258,12 +277,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tv-draws", type=int, default=TV_DRAWS, help="draws at each of them")
     add("--out", type=Path, default=Path(OUT), help="folder of results.txt and results.jsonl")
     args = parser.parse_args(argv)
-    if args.speed is None and args.ppl is None:
-        args.speed = args.ppl = 1
     args.prompts = args.prompts or list(PROMPTS)
-    args.methods = args.methods.split(",")
+    choose_parts(args)
+    args.methods = list(dict.fromkeys(name.strip() for name in args.methods.split(",")))
     check_flags(args)
     return args
+
+
+def choose_parts(args) -> None:
+    """Both parts if neither is named, and the other one if one is switched off. Perplexity needs a running text: with
+    other prompts it is left out, or refused where it was named, before anything is measured."""
+    named = args.ppl
+    if args.ppl is None:
+        args.ppl = int(args.speed != 1)
+    if args.speed is None:
+        args.speed = int(named != 1)
+    if args.ppl and not args.show and args.prompts and not set(args.prompts) & set(TEXTS):
+        if named or not args.speed:
+            raise ValueError("perplexity needs a running text: --prompts wikitext, pg19 or shakespeare")
+        print("perplexity is left out: --prompts names no running text")
+        args.ppl = 0
+    if not (args.speed or args.ppl or args.show):
+        raise ValueError("nothing to run: --speed 1, --ppl 1 or --show")
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -287,7 +322,9 @@ def check_flags(args) -> None:
         raise ValueError(f"--gammas must be at least 1 each, got {args.gammas}")
     if not args.out.is_dir():
         raise ValueError(f"--out {args.out} is not a folder: make it first")
-    SamplingParams(args.temperature, args.top_k, args.top_p)
+    if not os.access(args.out, os.W_OK):
+        raise ValueError(f"--out {args.out} cannot be written to: choose another folder")
+    SamplingParams(args.temperature, args.top_k, args.top_p, seed=args.seed)
 
 
 def fail(message) -> None:
@@ -326,6 +363,8 @@ def usable_methods(s: Setup) -> list[str]:
         print(f"left out, as {s.pair.name} has not the drafts for them: {', '.join(missing)} (--draft adds one)")
     if s.args.gammas and len(s.args.gammas) != len(s.drafts):
         raise ValueError(f"--gammas needs one number for each of the {len(s.drafts)} drafts, got {s.args.gammas}")
+    if len(missing) == len(s.args.methods):
+        raise ValueError(f"{s.pair.name} has not the drafts for any of --methods: add --draft, or name other methods")
     return [name for name in s.args.methods if name not in missing]
 
 
@@ -350,7 +389,7 @@ def meta_of(s: Setup, argv: list[str]) -> dict:
     """The fields that all rows of a run share."""
     a = s.args
     return {
-        **run_meta("python test.py " + " ".join(argv), s.target.device, s.target.dtype),
+        **run_meta(shlex.join(["python", "test.py", *argv]), s.target.device, s.target.dtype),
         "pair": s.pair.name,
         "target": Path(s.pair.target).name,
         "draft": Path(s.pair.draft).name if s.pair.draft else None,
@@ -470,8 +509,7 @@ SPEED_COLUMNS = [
 def run_speed(s: Setup, argv: list[str]) -> bool:
     """The speed table of each prompt set; False when a lossless method broke greedy equality."""
     methods, params = usable_methods(s), sampling_params(s)
-    sets = [prompt_set(name, s.tokenizer, s.args.n_prompts, s.args.prompt_tokens, s.args.chat)
-            for name in text_names(s.args)]
+    sets = prompt_sets(s, methods)
     if "dynamic" in methods and s.args.controller == "cost":
         print("measuring the costs of a draft step and of a verification ...", flush=True)
         s.costs = measure_costs(CachedModel(s.target), CachedModel(s.draft), 2 * s.args.gamma)
@@ -481,6 +519,19 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
     warm_up(s, methods, params, sets[0][0])
     # A list: every set is measured, also behind one that failed.
     return all([speed_of_set(s, results, journal, methods, params, prompts) for prompts in sets])
+
+
+def prompt_sets(s: Setup, methods) -> list:
+    """The prompts of each set; ValueError if one is longer than the context of a model that has to read it whole."""
+    sets = [prompt_set(name, s.tokenizer, s.args.n_prompts, s.args.prompt_tokens, s.args.chat)
+            for name in text_names(s.args)]
+    longest = max((prompt for prompts in sets for prompt in prompts), key=lambda prompt: len(prompt.ids))
+    readers = [s.target, *([s.draft] if {"small", "hf-assisted", "draft-score"} & set(methods) else [])]
+    for model in map(CachedModel, readers):
+        if len(longest.ids) > (model.context_length or math.inf):
+            raise ValueError(f"a prompt of {longest.source} has {len(longest.ids)} tokens and {model.name} a context of "
+                             f"{model.context_length}: cut it with --prompt-tokens")
+    return sets
 
 
 def warm_up(s: Setup, methods, params, prompt) -> None:
@@ -616,6 +667,7 @@ def recover(journal: Path, folder: Path) -> None:
 
 # ------------------------------------------------------------------------------------- perplexity
 
+PLAIN_LAW = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # perplexity is that of the models' own laws
 PPL_COLUMNS = [
     Column("perplexity of", "method", "", 28),
     Column("text", "text", "", 12),
@@ -671,12 +723,13 @@ def ppl_rows(s: Setup, results: Results, name: str, how: dict) -> None:
     if a.temperature not in (0, 1) or a.top_k or a.top_p < 1:
         cut = {"temperature": a.temperature or 1.0, "top_k": a.top_k, "top_p": a.top_p}
         label = f"spec T={cut['temperature']:g} k={a.top_k} p={a.top_p:g}"
-        row_of_ppl(results, label, name,
-                   text_perplexity(s.target, s.tokenizer, text, limit, draft=s.draft, **cut, **how))
+        found = text_perplexity(s.target, s.tokenizer, text, limit, draft=s.draft, **cut, **how)
+        row_of_ppl(results, label, name, found, cut)
 
 
-def row_of_ppl(results: Results, label: str, text: str, found) -> None:
-    results.row(method=label, text=text, lossless=None, ppl=found.ppl, word_ppl=found.word_perplexity,
+def row_of_ppl(results: Results, label: str, text: str, found, law=PLAIN_LAW) -> None:
+    """law: the temperature, top_k and top_p that were scored; those of the flags are for the decoders."""
+    results.row(method=label, text=text, lossless=None, seed=None, **law, ppl=found.ppl, word_ppl=found.word_perplexity,
                 byte_ppl=found.byte_perplexity, n_tokens=found.n_tokens, n_words=found.n_words,
                 n_bytes=found.n_bytes, window=found.window, stride=found.stride,
                 max_deviation=found.max_deviation, n_impossible=found.n_impossible)

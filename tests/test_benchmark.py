@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -146,11 +148,60 @@ def test_a_killed_run_is_recovered_by_the_next(run, bench, monkeypatch, tmp_path
     assert "recovered" in (tmp_path / "results.txt").read_text() and not journal.exists()
 
 
+def test_prompts_end_at_the_context_for_generate_too_and_its_own_defaults_are_set_aside(run, bench, folders, tmp_path):
+    """A repetition penalty in the model's own generation_config would bend the law of hf and hf-assisted."""
+    config = json.loads((folders / "target" / "generation_config.json").read_text())
+    penalised = tmp_path / "penalised"
+    shutil.copytree(folders / "target", penalised)
+    (penalised / "generation_config.json").write_text(json.dumps({**config, "repetition_penalty": 5.0}))
+    (tmp_path / "long.txt").write_text(TEXT.replace("\n\n", " "))
+    for temperature, methods in ((0, "target,spec,hf,hf-assisted"), (1, "target,hf")):
+        code, rows, _ = run("--speed", 1, "--target", penalised, "--methods", methods, "--prompts", tmp_path / "long.txt",
+                            "--prompt-tokens", 250, "--temperature", temperature, "--n-prompts", 1)
+        assert code == 0 and rows[-1]["n_tokens"] == rows[-2]["n_tokens"] == 6  # the context has 256 positions
+
+
+@pytest.mark.parametrize("controller", ["aimd", "heuristic", "confidence", "fixed"])
+def test_every_controller_starts_from_a_large_gamma(run, controller):
+    code, rows, _ = run("--speed", 1, "--methods", "target,dynamic", "--controller", controller, "--gamma", 40)
+    assert code == 0 and rows[1]["gamma"] == controller
+
+
+@pytest.mark.parametrize("flags, parts", [
+    ([], (1, 1)), (["--speed", "1"], (1, 0)), (["--ppl", "1"], (0, 1)), (["--speed", "1", "--ppl", "1"], (1, 1)),
+    (["--speed", "0"], (0, 1)), (["--ppl", "0"], (1, 0)), (["--prompts", "gemma-text"], (1, 0))])
+def test_which_parts_run(bench, flags, parts):
+    args = bench.parse(flags)
+    assert (args.speed, args.ppl) == parts
+
+
+def test_methods_are_taken_once_and_spaces_do_not_matter(bench):
+    assert bench.parse(["--methods", "target, spec,target"]).methods == ["target", "spec"]
+
+
+def test_a_command_can_be_pasted_back(bench, run, folders, tmp_path):
+    file = tmp_path / "my prompts.txt"
+    file.write_text("The cat")
+    _, rows, _ = run("--speed", 1, "--methods", "target", "--prompts", file)
+    assert str(file) in shlex.split(rows[0]["command"])
+
+
+def test_a_target_without_drafts_says_what_its_methods_need(bench, folders, tmp_path, capsys):
+    alone = ["--target", str(folders / "target"), "--prompts", str(folders / "prompts.txt"), "--out", str(tmp_path),
+             "--speed", "1", "--device", "cpu", "--max-len", "4"]
+    assert bench.main(alone) == 0
+    with pytest.raises(SystemExit) as stop:
+        bench.main([*alone, "--methods", "spec,multi"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--draft" in error and "--methods" in error
+
+
 def test_perplexity_part(run):
     code, rows, text = run("--ppl", 1, "--prompts", "wikitext", "--ppl-tokens", 200, "--window", 64, "--stride", 32,
                            "--tv-positions", 2, "--tv-draws", 400)
     # --prompts is repeatable: the file is no running text and is left out
     assert code == 0 and [r["method"] for r in rows] == ["target", "draft small", "draft mid", "spec", "verify, drawn"]
+    assert all((r["temperature"], r["top_p"]) == (1, 1) for r in rows)  # what was scored, not the decoders' flags
     target, _, _, spec, drawn = rows
     assert target["n_tokens"] == spec["n_tokens"] == 199 and (target["window"], target["stride"]) == (64, 32)
     assert math.isclose(target["ppl"], spec["ppl"], rel_tol=1e-5) and spec["max_deviation"] < 1e-5
@@ -183,6 +234,10 @@ def test_show_prints_the_text_and_its_origin(run, bench, capsys):
     (["--draft", "no/such-model"], "no/such-model"),
     (["--out", "no/such/folder"], "--out no/such/folder"),
     (["--chat"], "--chat"),
+    (["--speed", "0", "--ppl", "0"], "nothing to run"),
+    (["--ppl", "1", "--prompts", "gemma-text"], "perplexity needs a running text"),
+    (["--seed", str(2**70)], "seed"),
+    (["--prompts", str(ROOT / "README.md"), "--prompt-tokens", "257"], "--prompt-tokens"),
 ])
 def test_bad_flags_end_in_one_line(run, capsys, flags, words):
     with pytest.raises(SystemExit) as stop:
