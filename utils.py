@@ -7,6 +7,7 @@ q the draft's.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import LongTensor, Tensor
@@ -32,8 +33,12 @@ class SamplingParams:
 
     def __post_init__(self):
         check_sampling(self.temperature, self.top_k, self.top_p)
-        if self.max_new_tokens < 0 or self.max_new_tokens != int(self.max_new_tokens):
+        if self.max_new_tokens < 0 or self.max_new_tokens % 1:
             raise ValueError(f"max_new_tokens must be a whole number, 0 or more, got {self.max_new_tokens}")
+        if self.seed is not None and not -2**63 <= self.seed < 2**64:  # torch's range
+            raise ValueError(f"seed must fit 64 bits, or be None for fresh randomness, got {self.seed}")
+        for name in ("top_k", "max_new_tokens"):  # 5.0 is as good as 5
+            object.__setattr__(self, name, int(getattr(self, name)))
         stops = self.stop_token_ids
         if hasattr(stops, "tolist"):  # torch and numpy alike
             stops = stops.tolist()
@@ -58,7 +63,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """Raises ValueError unless temperature >= 0, top_k >= 0 and 0 <= top_p <= 1 (NaN is refused too)."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
-    if top_k < 0 or top_k != int(top_k):
+    if top_k < 0 or top_k % 1:
         raise ValueError(f"top_k must be 0 (off) or a positive whole number, got {top_k}")
     if not 0 <= top_p <= 1:
         raise ValueError(f"top_p must lie in [0, 1] (1 = off), got {top_p}")
@@ -166,11 +171,11 @@ def ids_of(prompt) -> list[int]:
     """
     if hasattr(prompt, "tolist"):  # torch and numpy alike
         prompt = prompt.tolist()
-    prompt = list(prompt)
+    prompt = list(prompt) if isinstance(prompt, Iterable) else [None]
     if len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
     if not prompt:
         raise ValueError("the prompt is empty: at least one token id is needed")
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+    if any(isinstance(i, bool) or not isinstance(i, Integral) for i in prompt):
         raise ValueError("the prompt must be a list of ids, a [n] or a [1, n] tensor of whole numbers")
-    return prompt
+    return [int(i) for i in prompt]

@@ -166,7 +166,7 @@ def test_leading_dimensions():
 
 
 @pytest.mark.parametrize("bad", [dict(temperature=-0.1), dict(temperature=NAN), dict(temperature=INF),
-                                 dict(top_k=-1), dict(top_k=1.5), dict(top_p=-0.01), dict(top_p=1.01),
+                                 dict(top_k=-1), dict(top_k=1.5), dict(top_k=INF), dict(top_p=-0.01), dict(top_p=1.01),
                                  dict(top_p=NAN)])
 def test_values_out_of_range_raise(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -292,7 +292,7 @@ def test_params_defaults_and_frozen():
         params.temperature = 0.5
 
 
-@pytest.mark.parametrize("n", [-1, 2.5])
+@pytest.mark.parametrize("n", [-1, 2.5, INF, NAN])
 def test_max_new_tokens_is_a_whole_number(n):
     with pytest.raises(ValueError, match="max_new_tokens"):
         SamplingParams(max_new_tokens=n)
@@ -322,4 +322,23 @@ def test_prompts_of_every_form(prompt):
                                     torch.zeros(1, 1, 1).long()])
 def test_prompts_that_are_none_raise(prompt):
     with pytest.raises(ValueError, match="prompt"):
+        ids_of(prompt)
+
+
+@pytest.mark.parametrize("seed", [2**64, -2**63 - 1])
+def test_a_seed_that_torch_cannot_hold_is_refused(seed):
+    with pytest.raises(ValueError, match="seed"):
+        SamplingParams(seed=seed)
+
+
+def test_whole_numbers_of_any_type():
+    params = SamplingParams(top_k=5.0, max_new_tokens=3.0)
+    assert (params.top_k, params.max_new_tokens) == (5, 3) and type(params.max_new_tokens) is int
+    ids = ids_of(list(np.array([4, 5])))
+    assert ids == [4, 5] and all(type(i) is int for i in ids)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, torch.tensor(5)])
+def test_a_prompt_that_is_no_sequence_is_refused(prompt):
+    with pytest.raises(ValueError, match="prompt must be"):
         ids_of(prompt)
