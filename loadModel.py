@@ -120,7 +120,10 @@ def what_is_missing(folder):
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{index.name} is damaged"
     for name in sorted(names):
         path = folder / name
         if not path.is_file():
@@ -219,7 +222,7 @@ def load_tokenizer(name):
     folder = model_path(name)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises bare Exceptions for a damaged file
         raise ValueError(f"the model {name} has no usable tokenizer: {_first_line(error)}") from error
 
 

@@ -96,11 +96,28 @@ def text_sources(args, tokenizer):
         yield Source(path.name, [encode(text) for text, _ in texts], weight, whole=True)
 
 
+def given_samples(path):
+    """The rows of a file of the target's samples: JSON lines with prompt and continuation (ids), source, mode."""
+    rows = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            ids = [*row["prompt"], *row["continuation"]]
+            if not all(isinstance(i, int) for i in ids) or not isinstance(row["mode"] + row["source"], str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: no sample (prompt, continuation: ids; source, mode)") from None
+        rows.append(row)
+    return rows
+
+
 def load_sources(args, tokenizer):
     """All that prompts are cut from, the target's own samples included (the greedy ones loop too much)."""
     sources = list(text_sources(args, tokenizer))
     for path, weight in map(split_weight, args.samples):
-        rows = [json.loads(line) for line in path.open()]
+        rows = given_samples(path)
         rows = [r["prompt"] + r["continuation"] for r in rows if r["mode"] != "greedy"]
         sources.append(Source(path.name, rows, weight, whole=False))
     return sources
@@ -267,7 +284,7 @@ def score_jobs(args, tokenizer):
 
     for spec in args.samples:
         path, _ = split_weight(spec)
-        given = [json.loads(line) for line in path.open()]
+        given = given_samples(path)
         given.sort(key=lambda r: len(r["prompt"]) + len(r["continuation"]))
         yield from pieces(path.stem, [r["prompt"] + r["continuation"] for r in given],
                           [r["source"] for r in given],
@@ -569,7 +586,10 @@ def load_checkpoint(path, student, optims):
     state = dict(step=0, seconds=0.0, positions=0, loss=None)
     if path.exists():
         saved = torch.load(path, weights_only=True)
-        student.load_state_dict(saved["model"])
+        try:
+            student.load_state_dict(saved["model"])
+        except RuntimeError:
+            raise ValueError(f"{path} is of a draft of another shape: remove it, or choose another --work") from None
         for optim, values in zip(optims, saved["optims"]):
             optim.load_state_dict(values)
         state = {name: saved[name] for name in state}
@@ -955,7 +975,7 @@ def report(args, figures):
 def run(argv):
     try:
         main(argv)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"trainDraft.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -222,6 +222,12 @@ def test_wrong_arguments_are_one_line(texts_folder, tmp_path, monkeypatch, capfd
     assert status == 2 and len(err) == 1 and said in err[0]
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(texts_folder, source, monkeypatch, capfd):
+    texts_folder.write_text("a file stands here")
+    status, _, err = run_main(monkeypatch, capfd, "--from", source)
+    assert status == 2 and err[-1].startswith("downloadData.py: ") and len(err) == 1
+
+
 def test_local_books_need_the_list_of_the_split(texts_folder, source, monkeypatch, capfd):
     (source / "pg19" / "pg19_test_ids.txt").unlink()
     status, _, err = run_main(monkeypatch, capfd, "--from", source, "pg19")

@@ -116,6 +116,10 @@ def damage_by_manifest(folder):
     (folder / MANIFEST).write_text(json.dumps({"name": "tiny", "files": {"tokenizer.json": 10**6}}))
 
 
+def damage_index_text(folder):
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
 def damage_index(folder):
     (folder / "model.safetensors.index.json").unlink()
 
@@ -123,7 +127,7 @@ def damage_index(folder):
 @pytest.mark.parametrize("damage, fault", [
     (damage_config, "config.json"), (damage_shard, "is missing"), (damage_tail, "cut off"),
     (damage_head, "cut off"), (damage_empty, "cut off"), (damage_by_manifest, "tokenizer.json"),
-    (damage_index, "model.safetensors is missing")])
+    (damage_index_text, "index.json is damaged"), (damage_index, "model.safetensors is missing")])
 def test_half_a_model_is_never_taken_for_a_whole_one(saved, damage, fault):
     assert what_is_missing(saved) is None
     damage(saved)
@@ -251,6 +255,13 @@ def test_a_model_without_tokenizer_says_so(models_folder):
     tiny_model("llama").save_pretrained(models_folder / "mute")
     with pytest.raises(ValueError, match="mute has no usable tokenizer"):
         load_tokenizer("mute")
+
+
+def test_a_damaged_tokenizer_says_so(saved):
+    path = saved / "tokenizer.json"
+    path.write_text(path.read_text()[:-100])
+    with pytest.raises(ValueError, match="tiny has no usable tokenizer"):
+        load_tokenizer("tiny")
 
 
 def test_real_tokenizers_of_different_families_are_refused(shared):

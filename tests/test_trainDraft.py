@@ -369,6 +369,25 @@ def test_bad_input_ends_in_one_line(target_folder, tmp_path, monkeypatch, capsys
     assert stop.value.code == 2 and len(lines) == 1 and message in lines[0]
 
 
+def test_a_wrong_file_of_samples_is_named_with_its_line(target_folder, tmp_path, capsys):
+    file = tmp_path / "samples.jsonl"
+    good = {"source": "x", "mode": "greedy", "prompt": [3], "continuation": [4]}
+    for bad in ("{", "[]", json.dumps({**good, "prompt": "w1"}), json.dumps({"prompt": [3]})):
+        file.write_text(json.dumps(good) + "\n" + bad + "\n")
+        with pytest.raises(SystemExit) as stop:
+            trainDraft.run(arguments(target_folder, tmp_path / "draft", "--only", "score", "--samples", str(file)))
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and error.startswith("trainDraft.py: ") and "samples.jsonl, line 2" in error
+
+
+def test_a_checkpoint_of_another_shape_is_refused(target_folder, shards, tmp_path, capsys):
+    train(target_folder, tmp_path / "draft", shards, "--steps", "1")
+    with pytest.raises(SystemExit) as stop:
+        trainDraft.run(arguments(target_folder, tmp_path / "draft", "--only", "train", "--teacher", str(shards),
+                                 "--steps", "2", "--hidden", "64"))
+    assert stop.value.code == 2 and "another shape" in capsys.readouterr().err.splitlines()[-1]
+
+
 # ------------------------------------------------------------------------------------------ shipped drafts
 
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda p: p.name)
