@@ -104,7 +104,15 @@ def _how_to_get(name):
 
 def _manifest(folder):
     path = folder / MANIFEST
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        manifest = None
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} is damaged: remove it")
+    return manifest
 
 
 def what_is_missing(folder):
@@ -199,7 +207,7 @@ def load_model(name, device, dtype):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, device_map=placement, use_safetensors=True, trust_remote_code=False,
             local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: other shapes, no memory
         raise ValueError(f"the model {name} cannot be loaded: {_first_line(error)}") from error
     if report["missing_keys"]:  # transformers would go on with random numbers in their place
         raise ValueError(f"the model {name} has no weights for {sorted(report['missing_keys'])[0]}")

@@ -361,11 +361,18 @@ def usable_methods(s: Setup) -> list[str]:
     missing = [name for name in s.args.methods if not have[TABLE[name].models]]
     if missing:
         print(f"left out, as {s.pair.name} has not the drafts for them: {', '.join(missing)} (--draft adds one)")
+    if "hf-assisted" in s.args.methods and s.draft is not None and logit_width(s.target) != logit_width(s.draft):
+        print("left out: hf-assisted, as transformers refuses two models whose logits differ in width")
+        missing.append("hf-assisted")
     if s.args.gammas and len(s.args.gammas) != len(s.drafts):
         raise ValueError(f"--gammas needs one number for each of the {len(s.drafts)} drafts, got {s.args.gammas}")
     if len(missing) == len(s.args.methods):
-        raise ValueError(f"{s.pair.name} has not the drafts for any of --methods: add --draft, or name other methods")
+        raise ValueError(f"{s.pair.name} has no draft that fits --methods: add --draft, or name other methods")
     return [name for name in s.args.methods if name not in missing]
+
+
+def logit_width(model) -> int:
+    return model.config.get_text_config(decoder=True).vocab_size
 
 
 def sampling_params(s: Setup) -> SamplingParams:
@@ -529,8 +536,8 @@ def prompt_sets(s: Setup, methods) -> list:
     readers = [s.target, *([s.draft] if {"small", "hf-assisted", "draft-score"} & set(methods) else [])]
     for model in map(CachedModel, readers):
         if len(longest.ids) > (model.context_length or math.inf):
-            raise ValueError(f"a prompt of {longest.source} has {len(longest.ids)} tokens and {model.name} a context of "
-                             f"{model.context_length}: cut it with --prompt-tokens")
+            raise ValueError(f"a prompt of {longest.source} has {len(longest.ids)} tokens and {model.name} a context "
+                             f"of {model.context_length}: cut it with --prompt-tokens")
     return sets
 
 

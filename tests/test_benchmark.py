@@ -148,7 +148,7 @@ def test_a_killed_run_is_recovered_by_the_next(run, bench, monkeypatch, tmp_path
     assert "recovered" in (tmp_path / "results.txt").read_text() and not journal.exists()
 
 
-def test_prompts_end_at_the_context_for_generate_too_and_its_own_defaults_are_set_aside(run, bench, folders, tmp_path):
+def test_generate_ends_at_the_context_and_its_own_defaults_are_set_aside(run, folders, tmp_path):
     """A repetition penalty in the model's own generation_config would bend the law of hf and hf-assisted."""
     config = json.loads((folders / "target" / "generation_config.json").read_text())
     penalised = tmp_path / "penalised"
@@ -156,9 +156,22 @@ def test_prompts_end_at_the_context_for_generate_too_and_its_own_defaults_are_se
     (penalised / "generation_config.json").write_text(json.dumps({**config, "repetition_penalty": 5.0}))
     (tmp_path / "long.txt").write_text(TEXT.replace("\n\n", " "))
     for temperature, methods in ((0, "target,spec,hf,hf-assisted"), (1, "target,hf")):
-        code, rows, _ = run("--speed", 1, "--target", penalised, "--methods", methods, "--prompts", tmp_path / "long.txt",
-                            "--prompt-tokens", 250, "--temperature", temperature, "--n-prompts", 1)
+        code, rows, _ = run("--speed", 1, "--target", penalised, "--methods", methods, "--prompts",
+                            tmp_path / "long.txt", "--prompt-tokens", 250, "--temperature", temperature, "--n-prompts", 1)
         assert code == 0 and rows[-1]["n_tokens"] == rows[-2]["n_tokens"] == 6  # the context has 256 positions
+
+
+def test_logits_of_two_widths_leave_out_only_assisted_generation(run, bench, folders, tmp_path, capsys):
+    """As Pythia-70m with 12b. transformers refuses such a draft unless tokenizers are re-encoded in between."""
+    wide = tmp_path / "wide"
+    shutil.copytree(folders / "small", wide)
+    tiny_model("llama", seed=2, sharpness=20, vocab=320, positions=256).save_pretrained(wide)
+    flags = ["--target", folders / "target", "--draft", wide, "--speed", 1, "--prompts", folders / "prompts.txt",
+             "--n-prompts", 1, "--max-len", 6, "--device", "cpu", "--out", tmp_path]
+    assert bench.main([*map(str, flags)]) == 0
+    rows = [json.loads(line)["method"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert "spec" in rows and "hf" in rows and "hf-assisted" not in rows
+    assert "left out: hf-assisted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("controller", ["aimd", "heuristic", "confidence", "fixed"])

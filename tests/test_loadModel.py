@@ -191,6 +191,20 @@ def test_missing_weights_are_not_replaced_by_random_numbers(saved):
         load_model("tiny", "cpu", torch.float32)
 
 
+def test_weights_of_another_shape_are_one_line(saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
+    with pytest.raises(ValueError, match="tiny cannot be loaded"):
+        load_model("tiny", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_a_damaged_manifest_is_named(saved, text):
+    (saved / MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match="manifest.json is damaged"):
+        model_path("tiny")
+
+
 def test_code_of_the_author_is_not_run(saved):
     config = json.loads((saved / "config.json").read_text())
     config |= {"model_type": "homemade",
