@@ -337,6 +337,7 @@ def main():
                         "wikitext and pg19, or shakespeare where these cannot be had")
     parser.add_argument("--from", dest="folder", type=Path, metavar="DIR", help="local files, not the hub")
     parser.add_argument("--books", type=int, default=5, help="books of PG-19 (default 5)")
+    parser.error = lambda message: parser.exit(2, f"downloadData.py: {message}\n")  # one line, no usage
     args = parser.parse_args()
     try:
         unknown = [text for text in args.texts if text not in FOLDERS]

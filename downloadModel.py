@@ -276,6 +276,7 @@ def main():
     parser.add_argument("--pair", action="append", default=[], help="the same, as the other scripts spell it")
     parser.add_argument("--target", help="any model of the hub")
     parser.add_argument("--draft", action="append", default=[], help="a draft for it; repeatable")
+    parser.error = lambda message: parser.exit(2, f"downloadModel.py: {message}\n")  # one line, no usage
     args = parser.parse_args()
     names = args.pairs + args.pair
     try:

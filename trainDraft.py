@@ -23,7 +23,7 @@ from cachedModel import cache_argument, empty_cache
 from downloadData import read_prompts, read_text
 from loadModel import load_model, load_tokenizer
 from metrics import Column, Results, run_meta
-from utils import norm_logits, sample
+from utils import fit_width, norm_logits, sample
 
 # The sampling mix: rows of a batch share a prompt length and a number of new tokens, not the temperature.
 TOP_K = 16                                       # teacher log-probabilities kept per position
@@ -214,7 +214,7 @@ def draw_prompts(sources, args, rng):
     share = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
     (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
     n = int(rng.integers(low, high + 1))
-    if all(source.lengths.max() < n for source in sources if source.weight):
+    if all(source.lengths.max(initial=0) < n for source in sources if source.weight):
         raise ValueError(f"no text of {n} tokens to cut prompts from; see --text, --prompts, --samples")
     prompts, names = [], []
     while len(prompts) < args.sample_rows:
@@ -699,7 +699,9 @@ def evaluate(draft, held, target=None):
         hits = (logits.argmax(-1) == ids[0, n:]).sum().item()
         shared = 0.0
         if target is not None:
-            shared = torch.minimum(law(target).softmax(-1), logits.softmax(-1)).sum().item()
+            p = law(target)
+            q = fit_width(logits, p.shape[-1])
+            shared = torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
         for name in (row["source"], "all"):
             sums[name] = [x + y for x, y in zip(sums.get(name, [0] * 4), (1, len(logits), hits, shared))]
     figures = {}
@@ -910,6 +912,9 @@ def check(args):
     for spec in args.held_out:
         if not Path(spec.partition("=")[0]).is_file():
             raise ValueError(f"no such file: {spec.partition('=')[0]}")
+    weights = [split_weight(spec)[1] for spec in args.text + args.prompts + args.samples]
+    if weights and not 0 < sum(weights) < math.inf:
+        raise ValueError("the weights of --text, --prompts and --samples need a sum above 0")
     if not (args.only or args.evaluate) and not (args.text or args.prompts or args.samples):
         raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples")
 

@@ -213,6 +213,8 @@ def test_what_is_named_is_not_replaced_by_the_stand_in(texts_folder, monkeypatch
 @pytest.mark.parametrize("arguments, said", [
     (["bible"], "no text 'bible'; there are wikitext, pg19, shakespeare"),
     (["--books", "0"], "--books must be at least 1, not 0"),
+    (["--books", "x"], "--books"),
+    (["--warp"], "--warp"),
     (["--from", "/nowhere"], "no such folder"),
     (["--from", "."], "neither wikitext-2-raw/ nor pg19/"),
 ])

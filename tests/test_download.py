@@ -279,6 +279,11 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(models_folder, monkey
     assert err[0].startswith("downloadModel.py: the disk of models/ has 0.5 GB free and 0.8 GB are needed")
 
 
+def test_an_unknown_flag_is_one_line(models_folder, monkeypatch, capfd):
+    status, _, err = run_main(monkeypatch, capfd, "--warp")
+    assert status == 2 and len(err) == 1 and err[0].startswith("downloadModel.py: ") and "--warp" in err[0]
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(models_folder, monkeypatch, capfd):
     models_folder.write_text("a file stands here")
     status, _, err = run_main(monkeypatch, capfd, "smollm2")

@@ -360,6 +360,7 @@ def test_kill_minus_nine_leaves_a_usable_checkpoint(target_folder, shards, tmp_p
     (["--steps", "2", "--target", "absent-model"], "absent-model"),
     (["--steps", "2", "--only", "train"], "no teacher shards"),
     (["--nonsense"], "--nonsense"),
+    (["--steps", "2", "--text", __file__ + "=0"], "--text"),
 ])
 def test_bad_input_ends_in_one_line(target_folder, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
@@ -378,6 +379,15 @@ def test_a_wrong_file_of_samples_is_named_with_its_line(target_folder, tmp_path,
             trainDraft.run(arguments(target_folder, tmp_path / "draft", "--only", "score", "--samples", str(file)))
         error = capsys.readouterr().err.splitlines()[-1]
         assert stop.value.code == 2 and error.startswith("trainDraft.py: ") and "samples.jsonl, line 2" in error
+
+
+def test_agreement_of_drafts_of_other_widths(target):
+    """Columns past the target's width count for nothing; those that the draft lacks have q = 0."""
+    held = [{"source": "x", "prompt": 4, "ids": [3, 4, 5, 6, 7, 8]}]
+    for vocab in (VOCAB - 8, VOCAB + 8):
+        draft = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                             num_attention_heads=2))
+        assert 0 < trainDraft.evaluate(draft, held, target)["all"]["alpha"] < 1
 
 
 def test_a_checkpoint_of_another_shape_is_refused(target_folder, shards, tmp_path, capsys):
