@@ -385,8 +385,8 @@ def test_agreement_of_drafts_of_other_widths(target):
     """Columns past the target's width count for nothing; those that the draft lacks have q = 0."""
     held = [{"source": "x", "prompt": 4, "ids": [3, 4, 5, 6, 7, 8]}]
     for vocab in (VOCAB - 8, VOCAB + 8):
-        draft = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                             num_attention_heads=2))
+        draft = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, hidden_size=16, intermediate_size=16,
+                                             num_hidden_layers=1, num_attention_heads=2))
         assert 0 < trainDraft.evaluate(draft, held, target)["all"]["alpha"] < 1
 
 
