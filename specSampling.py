@@ -407,13 +407,15 @@ def speculative_sampling_multi(target, drafts, prompt, params: SamplingParams, g
     whose verified tokens are the proposal to the next, and so on up to the target.
 
     gammas[i]: how many tokens stage i proposes to the stage above it (default 4 each). drafts[0] may be a
-    Drafter such as NGramDrafter. Raises ValueError as speculative_sampling, and when there are no drafts or
-    not one gamma for each.
+    Drafter such as NGramDrafter, whose own gamma then counts. Raises ValueError as speculative_sampling, when
+    there are no drafts, not one gamma for each, or a Drafter above the first.
     """
     drafts = list(drafts)
     gammas = [4] * len(drafts) if gammas is None else list(gammas)
     if not drafts or len(gammas) != len(drafts):
         raise ValueError(f"one gamma for each draft is needed, got {len(gammas)} for {len(drafts)} drafts")
+    if any(isinstance(draft, Drafter) for draft in drafts[1:]):
+        raise ValueError("only the first of the drafts can be a Drafter: the stages above it are models")
     drafter = as_drafter(drafts[0], FixedGamma(gammas[0]), target)
     for model, gamma in zip(drafts[1:], gammas[1:]):
         drafter = StageDrafter(apart(model, target), drafter, gamma)

@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 # Nothing here needs the network: models and data are on the disk, and a flag of the shell must not delay it.
@@ -456,8 +456,13 @@ class Watch:
 
 
 def measured(s: Setup, name: str, ids: list[int], params: SamplingParams, prompt: int, repeat: int) -> dict:
-    """Run one method on one prompt: its run_record, with the tokens. The garbage collector is off meanwhile."""
+    """Run one method on one prompt: its run_record, with the tokens. The garbage collector is off meanwhile.
+
+    Each prompt and repeat has a seed of its own, the same for every method: with one seed for all they would
+    share their random numbers, and the intervals would be too narrow.
+    """
     device = s.target.device
+    params = replace(params, seed=params.seed + 1000 * repeat + prompt)
     gc.collect()
     reset_peak_memory(device)
     gc.disable()
@@ -571,7 +576,8 @@ def speed_of_set(s: Setup, results: Results, journal: Path, methods, params, pro
                 "prompts": f"{len(prompts)} x {text} of {length_range(prompts)} tokens, max_len "
                            f"{params.max_new_tokens}, repeats {s.args.repeats}",
                 "sampling": f"temperature {params.temperature:g}, top_k {params.top_k}, top_p {params.top_p:g}, "
-                            f"seed {params.seed}, gamma {s.args.gamma}, controller {s.args.controller}",
+                            f"seed {params.seed} + prompt + 1000 x repeat, gamma {s.args.gamma}, "
+                            f"controller {s.args.controller}",
             })
             write_speed_rows(s, results, runs, prompts, text)
         journal.unlink(missing_ok=True)
@@ -829,7 +835,7 @@ def main(argv: list[str]) -> int:
             again = not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True)
             run_ppl(set_up(args, for_ppl=True) if again else s, argv)
         return 0 if good else 1
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         fail(error)
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is in results.txt", file=sys.stderr)

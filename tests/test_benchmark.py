@@ -264,6 +264,16 @@ def test_unknown_pair_from_the_shell():
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--pair" in done.stderr
 
 
+def test_prompts_and_repeats_draw_with_seeds_of_their_own(run, bench, monkeypatch):
+    seeds = []
+    own = bench.TABLE["target"]
+    spied = bench.Method(lambda s, ids, params, on_tokens=None: seeds.append(params.seed) or own.run(s, ids, params), True,
+                         "", "")
+    monkeypatch.setitem(bench.TABLE, "target", spied)
+    run("--speed", 1, "--methods", "target", "--temperature", 1, "--seed", 7, "--n-prompts", 2, "--repeats", 2)
+    assert sorted(seeds[1:]) == [7, 8, 1007, 1008]  # the first is the warm-up's
+
+
 def test_the_readme_names_every_flag(bench, monkeypatch):
     seen = []
     monkeypatch.setattr(bench.argparse.ArgumentParser, "parse_args", lambda self, _: seen.append(self) or bench.sys.exit())

@@ -10,7 +10,7 @@ from lively import lively, noisy, random_ids
 from metrics import Round
 from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
                           ModelDrafter, NGramDrafter, drafted_sampling, expected_tokens,
-                          speculative_sampling_dynamic)
+                          speculative_sampling_dynamic, speculative_sampling_multi)
 from tabular import TableModel, table
 from utils import SamplingParams
 
@@ -250,3 +250,8 @@ def test_a_drafter_takes_no_second_controller():
 def test_aimd_never_falls_to_zero():
     with pytest.raises(ValueError, match="low must be at least 1"):
         AIMDGamma(4, low=0)
+
+
+def test_only_the_first_stage_can_be_a_drafter():
+    with pytest.raises(ValueError, match="only the first"):
+        speculative_sampling_multi(tiny_model("llama"), [tiny_model("llama"), NGramDrafter(2)], [1], SamplingParams())
