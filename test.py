@@ -375,6 +375,13 @@ def logit_width(model) -> int:
     return model.config.get_text_config(decoder=True).vocab_size
 
 
+def prepare_controller(s: Setup, methods) -> None:
+    """Measure, before any decoding, the costs that the cost-aware controller is told; a no-op for the others."""
+    if "dynamic" in methods and s.args.controller == "cost":
+        print("measuring the costs of a draft step and of a verification ...", flush=True)
+        s.costs = measure_costs(s.target, s.draft, 2 * s.args.gamma)
+
+
 def sampling_params(s: Setup) -> SamplingParams:
     """The flags as SamplingParams; decoding stops at the target's own end-of-text tokens."""
     ends = s.target.generation_config.eos_token_id
@@ -522,9 +529,7 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
     """The speed table of each prompt set; False when a lossless method broke greedy equality."""
     methods, params = usable_methods(s), sampling_params(s)
     sets = prompt_sets(s, methods)
-    if "dynamic" in methods and s.args.controller == "cost":
-        print("measuring the costs of a draft step and of a verification ...", flush=True)
-        s.costs = measure_costs(CachedModel(s.target), CachedModel(s.draft), 2 * s.args.gamma)
+    prepare_controller(s, methods)
     results = Results(s.args.out, {**meta_of(s, argv), "max_new_tokens": s.args.max_len})
     journal = s.args.out / "results.partial.jsonl"
     recover(journal, s.args.out)
@@ -608,10 +613,15 @@ def speed_row(s: Setup, name: str, records: list[dict], reference: list[dict]) -
         gamma = s.args.controller
     elif name == "multi":
         gamma = s.multi_gammas()
+    return {"gamma": gamma, **method_row(name, records, reference)}
+
+
+def method_row(name: str, records: list[dict], reference: list[dict]) -> dict:
+    """What the records alone tell of a method; a killed run's journal has no more."""
     row = summarise(records, reference)
     row["loop_percent"] = None if row["loop_share"] is None else 100 * row["loop_share"]
     lossless = TABLE[name].lossless
-    return {"method": name, "lossless": lossless, "law": "target's" if lossless else "lossy", "gamma": gamma, **row}
+    return {"method": name, "lossless": lossless, "law": "target's" if lossless else "lossy", **row}
 
 
 def text_quality(s: Setup, records: list[dict], prompts) -> dict:
@@ -672,9 +682,7 @@ def recover(journal: Path, folder: Path) -> None:
         results.say(f"command   {meta['command']}")
         results.table(SPEED_COLUMNS)
         for name, records in runs.items():
-            row = summarise(records, runs.get("target", []))
-            lossless = TABLE[name].lossless
-            results.row(text=text, method=name, lossless=lossless, law="target's" if lossless else "lossy", **row)
+            results.row(text=text, **method_row(name, records, runs.get("target", [])))
     journal.unlink()
 
 
@@ -784,8 +792,7 @@ def run_show(s: Setup) -> bool:
     shown = [m for m in usable_methods(s) if m in drafters]
     if not shown:
         raise ValueError(f"--show takes --methods {', '.join(drafters)}")
-    if "dynamic" in shown and s.args.controller == "cost":
-        s.costs = measure_costs(s.target, s.draft, 2 * s.args.gamma)
+    prepare_controller(s, shown)
     for method in shown:
         print(f"\n[{method}, {name}: {legend}]\n{prompt.text}", end="", flush=True)
         out = show_one(s, drafters[method](), prompt, params, style)
