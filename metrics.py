@@ -19,6 +19,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -150,8 +151,9 @@ def summarise(runs: list[dict], reference: list[dict]) -> dict:
     """One method's runs (each a run_record) to the figures of its row; `reference`: the runs of `target`.
 
     Times are medians over prompts x repeats with their 95% intervals; alpha and tokens per round are pooled
-    over all rounds; calls are means per generation; the speedup is the median over the paired ratios of
-    throughput, each to the target's run on the same prompt in the same repeat.
+    over all rounds, as are mean_gamma (proposed / rounds) and the counts by position in the round; calls are
+    means per generation; the speedup is the median over the paired ratios of throughput, each to the target's
+    run on the same prompt in the same repeat. gamma_log is the first prompt's.
     """
     base = {(r["prompt"], r["repeat"]): r["throughput"] for r in reference}
     paired = [(r, base.get((r["prompt"], r["repeat"]))) for r in runs]
@@ -168,6 +170,10 @@ def summarise(runs: list[dict], reference: list[dict]) -> dict:
     total = {key: sum(r[key] or 0 for r in runs) for key in ("accepted", "judged", "emitted", "rounds")}
     row["alpha"] = total["accepted"] / total["judged"] if total["judged"] else None
     row["tokens_per_round"] = total["emitted"] / total["rounds"] if total["rounds"] else None
+    row["proposed_at"], row["accepted_at"] = (by_position(runs, key) for key in ("proposed_at", "accepted_at"))
+    gammas = [gamma for r in runs for gamma in r.get("gamma_log") or ()]
+    row["mean_gamma"] = float(np.mean(gammas)) if gammas else None
+    row["gamma_log"] = min(runs, key=lambda r: (r["prompt"], r["repeat"])).get("gamma_log")
     for key in ("target_forwards", "draft_forwards", "n_tokens"):
         row[key] = float(np.mean([r[key] for r in runs]))
     row["peak_memory_mb"] = max((r["peak_memory_mb"] for r in runs if r["peak_memory_mb"]), default=None)
@@ -175,8 +181,18 @@ def summarise(runs: list[dict], reference: list[dict]) -> dict:
     return row
 
 
+def by_position(runs: list[dict], key: str) -> list[int]:
+    """The runs' counts by position in the round, summed; a journal of an older version has none."""
+    return [sum(counts) for counts in zip_longest(*(r.get(key) or () for r in runs), fillvalue=0)]
+
+
 def run_record(out: Generation, prompt: int, repeat: int, **more) -> dict:
-    """One generation as a flat record, the unit that summarise() takes. Keys in the units of the results."""
+    """One generation as a flat record, the unit that summarise() takes. Keys in the units of the results.
+
+    proposed_at[i], accepted_at[i]: in how many rounds the proposal at position i (from 0) was judged, and in how
+    many of them accepted. gamma_log: the number proposed, round by round; None where no drafter of ours proposed.
+    """
+    deepest = max((r.judged for r in out.rounds), default=0)
     return {
         "prompt": prompt,
         "repeat": repeat,
@@ -188,6 +204,9 @@ def run_record(out: Generation, prompt: int, repeat: int, **more) -> dict:
         "judged": sum(r.judged for r in out.rounds),
         "emitted": sum(r.emitted for r in out.rounds),
         "rounds": len(out.rounds),
+        "proposed_at": [sum(r.judged > i for r in out.rounds) for i in range(deepest)],
+        "accepted_at": [sum(min(r.accepted, r.judged) > i for r in out.rounds) for i in range(deepest)],
+        "gamma_log": [r.proposed for r in out.rounds] if out.levels else None,
         "target_forwards": out.target_forwards,
         "draft_forwards": out.draft_forwards,
         **more,

@@ -11,7 +11,7 @@ from metrics import (FIELDS, Column, Generation, Level, Results, Round, clock, f
 
 
 def generation():
-    out = Generation(start=10.0, target_forwards=3, draft_forwards=8)
+    out = Generation(start=10.0, target_forwards=3, draft_forwards=8, levels=[Level("draft")])
     out.commit([1, 2, 3], Round(4, 2, 3), now=12.0)
     out.commit([4], Round(4, 0, 1), now=12.5)
     out.commit([5, 6], Round(1, 1, 2), now=14.0)
@@ -112,6 +112,39 @@ def test_a_record_in_the_units_of_the_results():
     assert (r["ttft_s"], r["throughput"]) == (2.0, 1.5) and r["tpot_ms"] == pytest.approx(2000 / 3)
     assert (r["accepted"], r["judged"], r["emitted"], r["rounds"]) == (3, 5, 6, 3)
     assert (r["target_forwards"], r["draft_forwards"]) == (3, 8)
+
+
+def test_counts_by_position_in_the_round():
+    """Rounds of 4, 4 and 1 proposals: 2, 0 and 1 accepted; a fourth one cut by a stop token behind 3 accepted."""
+    out = generation()
+    r = run_record(out, 0, 0)
+    assert (r["proposed_at"], r["accepted_at"], r["gamma_log"]) == ([3, 1, 1], [2, 1, 0], [4, 4, 1])
+    out.commit([1, 2, 3], Round(5, 3, 3, judged=3), now=15.0)
+    r = run_record(out, 0, 0)
+    assert (r["proposed_at"], r["accepted_at"], r["gamma_log"]) == ([4, 2, 2], [3, 2, 1], [4, 4, 1, 5])
+    assert sum(r["proposed_at"]) == r["judged"] and sum(r["accepted_at"]) == r["accepted"]
+    plain = Generation()
+    plain.commit([7], Round(0, 0, 1), now=2.0)
+    r = run_record(plain, 0, 0)
+    assert (r["proposed_at"], r["accepted_at"], r["gamma_log"]) == ([], [], None)
+    untold = Generation()  # transformers' assisted generation does not tell what it proposed
+    untold.commit([7, 8, 9], Round(2, 2, 3, judged=0), now=2.0)
+    r = run_record(untold, 0, 0)
+    assert (r["proposed_at"], r["accepted_at"], r["gamma_log"]) == ([], [], None)
+
+
+def test_counts_by_position_are_pooled_and_the_log_is_the_first_prompts():
+    short = Generation(levels=[Level("draft")])
+    short.commit([1, 2], Round(2, 1, 2), now=1.0)
+    short.commit([1], Round(0, 0, 1), now=2.0)
+    more = dict(peak_memory_mb=None, loop_share=0.1)
+    runs = [run_record(generation(), 1, 0, **more), run_record(short, 0, 1, **more), run_record(short, 0, 0, **more)]
+    row = summarise(runs, [])
+    assert (row["proposed_at"], row["accepted_at"]) == ([5, 3, 1], [4, 1, 0])
+    assert row["gamma_log"] == [2, 0] and row["mean_gamma"] == (4 + 4 + 1 + 2 + 0 + 2 + 0) / 7
+    old = [{k: v for k, v in r.items() if k not in ("proposed_at", "accepted_at", "gamma_log")} for r in runs]
+    row = summarise(old, [])
+    assert (row["proposed_at"], row["accepted_at"], row["gamma_log"], row["mean_gamma"]) == ([], [], None, None)
 
 
 def test_the_speedup_is_paired_prompt_by_prompt_and_repeat_by_repeat():
