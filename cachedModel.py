@@ -14,8 +14,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from utils import SamplingParams, fit_width
 
-ENGINES = ("eager", "packed")
-
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
 CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -82,42 +80,6 @@ def cache_argument(model) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-class PackedLinear(torch.nn.Module):
-    """A float32 linear layer on a CPU whose weight oneDNN has put into its kernels' own order, once.
-
-    torch.nn.functional.linear hands oneDNN or MKL the plain weight each time; for the few rows of a
-    verification that costs up to three times as much as for one row. Rows do not depend on each other.
-    """
-
-    def __init__(self, linear: torch.nn.Linear):
-        super().__init__()
-        self.out_features, self.bias = linear.out_features, linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().clone(), None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-def use_engine(model, engine: str) -> str:
-    """Make `model` (a causal LM) run on an engine, in place: "eager" leaves it, "packed" replaces its linear
-    layers by PackedLinear. Returns the engine in use, with the reason where it is another than asked for.
-
-    transformers' own generate then runs on the same layers. The law is the model's up to float32 rounding.
-    Raises ValueError for an unknown engine.
-    """
-    if engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}: there are {', '.join(ENGINES)}")
-    if engine == "eager":
-        return engine
-    if model.device.type != "cpu" or model.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return "eager (packed needs float32 on a CPU with oneDNN)"
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is torch.nn.Linear:
-                setattr(module, name, PackedLinear(child))
-    return engine
-
-
 class CachedModel:
     """A Hugging Face causal LM, batch of one, with the cache of one sequence.
 
@@ -141,6 +103,8 @@ class CachedModel:
         self.known_ids = model.get_input_embeddings().weight.shape[0]
         self.context_length = getattr(config, "max_position_embeddings", None)
         self._cache_argument = cache_argument(model)
+        self.lean = getattr(model, "lean", None)  # an engine's own forward pass, over a cache of its own
+        self.kv = None if self.lean is None else self.lean.kv_for(self)
         self.reset()
 
     def reset(self) -> None:
@@ -172,13 +136,17 @@ class CachedModel:
         if self.context_length is not None and n > self.context_length:
             raise ValueError(f"{self.name}: {n} tokens do not fit its context of {self.context_length}")
         self.rollback(n - keep)
-        new = self.readable(ids[self.length :])[None]
-        out = self.model(
-            input_ids=new, use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
-        )
+        new = self.readable(ids[self.length :])
+        if self.lean is not None:
+            logits = self.lean(new, self.kv, self.length, keep)
+        else:
+            out = self.model(
+                input_ids=new[None], use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
+            )
+            logits = out.logits[0]
         self.length = n
         self.forwards += 1
-        return out.logits[0]
+        return logits
 
     def law(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Tensor:
         """The laws after the last `keep` tokens of `ids`, as tokens are drawn from them: [keep, V] float32.

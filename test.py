@@ -31,9 +31,10 @@ import transformers
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from cachedModel import ENGINES, CachedModel, use_engine
+from cachedModel import CachedModel
 from costModel import measure_costs
 from downloadData import TEXTS, available_texts, prompt_set, text_of
+from engine import ENGINES, use_engine
 from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, resolve_pair
 from metrics import Column, Generation, Results, Round, append, clock, run_meta, run_record, summarise
 from PPL import generated_perplexity, sampler_distance, text_perplexity

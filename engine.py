@@ -1,0 +1,368 @@
+"""Engines: how one forward pass of a causal LM is carried out, so that every decoder is faster at once.
+
+    eager    transformers' modules as they are.
+    packed   float32 on a CPU: oneDNN's weight order, packed once; projections that share an input are one product.
+    int8     on a CPU: weights and activations in 8 bits. Another law than the float32 model's: a quantised target.
+    graphs   on CUDA: static shapes, captured as CUDA graphs, so that launching kernels costs nothing.
+
+Two things change. The linear layers are replaced in the model itself, so that transformers' own `generate` runs
+on them too. And for Llama and GPT-NeoX the pass is written out anew (LlamaForward, NeoXForward) over a
+static KV cache, without transformers' small operations between the products; other models keep theirs.
+
+On every engine the rows of a pass do not depend on each other: a token's logits are the same, to float32
+rounding, whether it is fed alone or with others. Without that a verification would not see the target's law.
+"""
+
+import warnings
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import LongTensor, Tensor, nn
+
+ENGINES = ("eager", "packed", "int8", "graphs")
+
+
+def use_engine(model, engine: str) -> str:
+    """Make `model` (a causal LM) run on an engine, in place. Returns the engine in use, with the reason in brackets
+    where it is another than asked for, or where the model keeps transformers' forward pass.
+
+    Raises ValueError for an unknown engine, or for a model that runs on another one already.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}: there are {', '.join(ENGINES)}")
+    before = getattr(model, "engine", "eager")
+    if before == engine:
+        return engine
+    if before != "eager":
+        raise ValueError(f"the model runs on engine {before} already: load it anew")
+    missing = what_is_missing(model, engine)
+    if missing:
+        return f"eager ({engine} needs {missing})"
+    model.engine = engine
+    if engine == "eager":
+        return engine
+    replace_linears(model, LINEAR[engine])
+    model.lean = lean_forward(model)
+    if model.lean is None:
+        return f"{engine} (linear layers only: the pass of {model.config.model_type} is transformers')"
+    return engine
+
+
+def what_is_missing(model, engine: str) -> str | None:
+    """What keeps `engine` from running `model` here, or None."""
+    cpu, float32 = model.device.type == "cpu", model.dtype == torch.float32
+    if engine == "packed" and not (cpu and float32 and torch.backends.mkldnn.is_available()):
+        return "float32 on a CPU with oneDNN"
+    if engine == "int8" and not (cpu and float32 and "fbgemm" in torch.backends.quantized.supported_engines):
+        return "float32 weights on an x86 CPU with fbgemm"
+    if engine == "graphs":
+        if model.device.type != "cuda":
+            return "CUDA"
+        if lean_class(model) is None:
+            return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
+        if len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
+            return "the model on one GPU"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- linear layers
+
+
+class PackedLinear(nn.Module):
+    """A float32 linear layer on a CPU whose weight oneDNN has put into its kernels' own order, once.
+
+    torch.nn.functional.linear hands oneDNN or MKL the plain weight each time; for the few rows of a
+    verification that costs up to three times as much as for one row.
+    weight: [out, in] float32; bias: [out] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.bias = weight.shape[0], bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().clone(), None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+class Int8Linear(nn.Module):
+    """A linear layer in 8 bits: each output channel's weights are scaled by their largest, and each row of the
+    input by its own largest value, so that a row's result does not depend on the rows beside it. (torch's dynamic
+    quantisation takes one scale for the whole input: a token's logits would depend on its neighbours.)
+
+    Sums are exact integers. Activations use 7 bits: without VNNI instructions fbgemm adds pairs of products in
+    16 bits, which 8 would overflow. weight: [out, in] float32; bias: [out] or None.
+    """
+
+    LEVELS = 63
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.bias = weight.shape[0], bias
+        scale = weight.detach().abs().amax(dim=1).clamp_(min=1e-30).double() / 127
+        engine = torch.backends.quantized.engine
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantised tensors are deprecated, fbgemm's packing has no other door
+            q = torch.quantize_per_channel(weight.detach(), scale, torch.zeros_like(scale), 0, torch.qint8)
+        try:
+            torch.backends.quantized.engine = "fbgemm"
+            self.packed = torch.ops.quantized.linear_prepack(q, None)
+        finally:
+            torch.backends.quantized.engine = engine
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x / scale, 1 / self.LEVELS, self.LEVELS + 1, self.packed
+        ).mul_(scale)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class PlainLinear(nn.Module):
+    """torch's own product, for layers that are joined. weight: [out, in]; bias: [out] or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.out_features, self.weight, self.bias = weight.shape[0], weight.detach(), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+LINEAR = {"packed": PackedLinear, "int8": Int8Linear, "graphs": PlainLinear}
+
+
+class Joint(nn.Module):
+    """The product of one input with the weights of several layers, side by side."""
+
+    def __init__(self, linears: list[nn.Linear], kind):
+        super().__init__()
+        bias = None if linears[0].bias is None else torch.cat([layer.bias for layer in linears])
+        self.product = kind(torch.cat([layer.weight for layer in linears]), bias)
+        self.last = (None, None)
+
+    def part(self, x: Tensor, columns: slice, is_last: bool) -> Tensor:
+        """transformers' modules call the parts one after another with the very same tensor: the first computes
+        for all, and the last one forgets it."""
+        y = self.last[1] if self.last[0] is x else self.product(x)
+        self.last = (None, None) if is_last else (x, y)
+        return y[..., columns]
+
+
+class Part(nn.Module):
+    """One of several layers with the same input: its columns of their joint product."""
+
+    def __init__(self, joint: Joint, columns: slice, is_last: bool):
+        super().__init__()
+        self.joint, self.columns, self.is_last = joint, columns, is_last
+        self.out_features = columns.stop - columns.start
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joint.part(x, self.columns, self.is_last)
+
+
+# The layers of one module that are called with the same input.
+SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def replace_linears(model, kind) -> None:
+    """Replace every linear layer of `model` by a `kind`, those that share an input by Parts of one."""
+    for module in list(model.modules()):
+        for names in SHARED_INPUT:
+            layers = [getattr(module, name, None) for name in names]
+            if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
+                joint, end = Joint(layers, kind), 0
+                for name, layer in zip(names, layers):
+                    columns, end = slice(end, end + layer.out_features), end + layer.out_features
+                    setattr(module, name, Part(joint, columns, is_last=name == names[-1]))
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, kind(child.weight, child.bias))
+
+
+def joint_product(layers: list[nn.Module]):
+    """What a written-out pass calls for layers that share an input: [n, in] -> [n, the sum of their outs]."""
+    if isinstance(layers[0], Part):
+        return layers[0].joint.product
+    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)  # some with a bias, some without
+
+
+# ---------------------------------------------------------------------------------------- passes written out
+
+
+class StaticKV:
+    """Keys and values of all layers: [layers, 2, heads, capacity, head_dim], in one buffer that doubles when full.
+
+    Writing n columns copies n columns, and a rollback is nothing at all: what stands behind the length that a pass
+    is told is stale, masked or unread, and is overwritten.
+    """
+
+    def __init__(self, layers: int, heads: int, head_dim: int, like: Tensor, limit: int | None):
+        self.buffer = like.new_empty(layers, 2, heads, 0, head_dim)
+        self.limit = limit  # no more positions than the model's context
+        self.layers = self.buffer.unbind()
+
+    @property
+    def capacity(self) -> int:
+        return self.buffer.shape[3]
+
+    def reserve(self, end: int) -> None:
+        """Make room for `end` positions; what is there stays."""
+        if end <= self.capacity:
+            return
+        room = max(2 * end, 256)
+        room = max(end, min(room, self.limit or room))
+        grown = self.buffer.new_zeros(*self.buffer.shape[:3], room, self.buffer.shape[4])
+        grown[..., : self.capacity, :] = self.buffer
+        self.buffer, self.layers = grown, grown.unbind()
+
+
+class LeanForward(nn.Module):
+    """A causal LM's pass over new tokens, from the modules' own weights: what its two families share.
+
+    Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ... behind
+    the `start` positions of kv. A subclass gives `layers`, the sizes, and `block`.
+    """
+
+    def __init__(self, model, rotary):
+        super().__init__()
+        self.embedding, self.head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        self.head_dim = self.head_dim_of(model.config)
+        self.limit = model.config.max_position_embeddings
+        self.spare = []
+        # One table for all positions, [P, rotary_dim]: the half with the minus of rotate_half is in the sines.
+        angles = torch.outer(torch.arange(self.limit, device=rotary.inv_freq.device).float(), rotary.inv_freq.float())
+        scale, dtype = rotary.attention_scaling, self.embedding.dtype
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(dtype)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(dtype)
+
+    @staticmethod
+    def head_dim_of(config) -> int:
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def kv_for(self, owner) -> StaticKV:
+        """A cache for `owner`, which comes back for the next one when the owner is gone: its memory (and on CUDA the
+        graphs that were captured with it) need not be made anew for each generation."""
+        kv = self.spare.pop() if self.spare else StaticKV(
+            len(self.layers), self.kv_heads, self.head_dim, self.embedding, self.limit)
+        weakref.finalize(owner, self.spare.append, kv)
+        return kv
+
+    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
+        n = ids.shape[0]
+        kv.reserve(start + n)
+        mask = None if n == 1 else causal_mask(start, n, self.cos)
+        return self.run(ids, kv.layers, slice(start, start + n), start + n, mask, keep)
+
+    def run(self, ids, kv: tuple[Tensor, ...], at, width: int, mask: Tensor | None, keep: int) -> Tensor:
+        """at: the positions of ids, a slice or [n] indices; width: how many columns of kv are read; mask: [n, width],
+        added to the scores."""
+        x = F.embedding(ids, self.embedding)
+        where = (at, width, mask, self.spread(self.cos[at]), self.spread(self.sin[at]))
+        for layer, columns in zip(self.layers, kv):
+            x = self.block(layer, x, columns, where)
+        return self.head(self.final_norm(x[-keep:]))
+
+    def attend(self, q: Tensor, columns: Tensor, width: int, mask: Tensor | None) -> Tensor:
+        """q [n, heads, head_dim] over the first `width` columns [2, kv_heads, capacity, head_dim]: [n, heads x head_dim]."""
+        keys, values = columns[:, None, :, :width]
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask,
+                                             enable_gqa=q.shape[1] != self.kv_heads)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
+    """[n, start + n]: 0 where a new token may look, -inf where it would look ahead."""
+    mask = like.new_full((n, n), float("-inf")).triu_(1)
+    return F.pad(mask, (start, 0))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotary position embedding in place (Su et al. 2021, arXiv:2104.09864, equation 34), halves as pairs."""
+    turned = x.roll(x.shape[-1] // 2, -1)
+    x.mul_(cos).addcmul_(turned, sin)
+
+
+class LlamaForward(LeanForward):
+    """Llama: RMSNorm, grouped queries, gated MLP."""
+
+    def __init__(self, model):
+        super().__init__(model, model.model.rotary_emb)
+        self.kv_heads = model.config.num_key_value_heads
+        self.heads = model.config.num_attention_heads
+        self.final_norm = self.norm(model.model.norm)
+        self.layers = [
+            (self.norm(layer.input_layernorm), joint_product([a.q_proj, a.k_proj, a.v_proj]), a.o_proj,
+             self.norm(layer.post_attention_layernorm), joint_product([m.gate_proj, m.up_proj]), m.down_proj)
+            for layer in model.model.layers for a, m in [(layer.self_attn, layer.mlp)]
+        ]
+
+    @staticmethod
+    def norm(module):
+        weight, eps, shape = module.weight, module.variance_epsilon, tuple(module.weight.shape)
+        return lambda x: F.rms_norm(x, shape, weight, eps)
+
+    @staticmethod
+    def spread(table: Tensor) -> Tensor:
+        return table[:, None]  # [n, 1, head_dim], for all heads
+
+    def block(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
+        norm1, qkv, o, norm2, gate_up, down = layer
+        at, width, mask, cos, sin = where
+        n, kv_heads = x.shape[0], self.kv_heads
+        states = qkv(norm1(x)).view(n, -1, self.head_dim)  # queries, keys, values
+        rotate(states[:, :-kv_heads], cos, sin)
+        columns[:, :, at] = states[:, self.heads :].view(n, 2, kv_heads, -1).permute(1, 2, 0, 3)
+        x = x + o(self.attend(states[:, : self.heads], columns, width, mask))
+        gate, up = gate_up(norm2(x)).chunk(2, dim=-1)
+        return x + down(F.silu(gate).mul_(up))
+
+
+class NeoXForward(LeanForward):
+    """GPT-NeoX (Pythia): LayerNorm, attention and MLP side by side, rotary embedding on a part of each head."""
+
+    def __init__(self, model):
+        backbone = model.gpt_neox
+        super().__init__(model, backbone.rotary_emb)
+        self.kv_heads = model.config.num_attention_heads
+        self.parallel = model.config.use_parallel_residual
+        self.final_norm = backbone.final_layer_norm
+        self.layers = [
+            (layer.input_layernorm, layer.attention.query_key_value, layer.attention.dense,
+             layer.post_attention_layernorm, layer.mlp.dense_h_to_4h, layer.mlp.act, layer.mlp.dense_4h_to_h)
+            for layer in backbone.layers
+        ]
+
+    @staticmethod
+    def spread(table: Tensor) -> Tensor:
+        return table[:, None, None]  # [n, 1, 1, rotary_dim], for all heads, queries and keys
+
+    def block(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
+        norm1, qkv, dense, norm2, up, act, down = layer
+        at, width, mask, cos, sin = where
+        states = qkv(norm1(x)).view(x.shape[0], self.kv_heads, 3, self.head_dim)  # head by head: q, k, v
+        rotate(states[:, :, :2, : cos.shape[-1]], cos, sin)
+        columns[:, :, at] = states[:, :, 1:].permute(2, 1, 0, 3)
+        a = dense(self.attend(states[:, :, 0], columns, width, mask))
+        if self.parallel:
+            return x + a + down(act(up(norm2(x))))
+        x = x + a
+        return x + down(act(up(norm2(x))))
+
+
+def lean_class(model):
+    """The written-out pass for a model, or None: its family or one of its settings has none."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    fixed = rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")  # no table that grows
+    if config.model_type == "llama" and fixed and config.hidden_act == "silu":
+        return LlamaForward
+    if config.model_type == "gpt_neox" and fixed:
+        return NeoXForward
+    return None
+
+
+def lean_forward(model) -> LeanForward | None:
+    kind = lean_class(model)
+    return None if kind is None else kind(model)
