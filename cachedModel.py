@@ -12,7 +12,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from utils import SamplingParams, fit_width
+from utils import Laws, OneHot, SamplingParams, check_laws, fit_width
 
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
 CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -148,19 +148,21 @@ class CachedModel:
         self.forwards += 1
         return logits
 
+    @torch.inference_mode()
+    def laws(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Laws:
+        """What `law` gives, in the short form where there is one, without waiting for the device: the caller has to
+        see that all rows are lawful, before a token drawn from them is emitted."""
+        return params.laws(fit_width(self.forward(ids, keep), width or self.vocab_size))
+
     def law(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Tensor:
         """The laws after the last `keep` tokens of `ids`, as tokens are drawn from them: [keep, V] float32.
 
         width: the target's logit width, to which a draft's law is padded or cut. Raises ValueError that
         names the model and the position if logits are NaN.
         """
-        logits = fit_width(self.forward(ids, keep), width or self.vocab_size)
-        try:
-            return params.probs(logits)
-        except ValueError as error:
-            bad = ~(logits.float().amax(dim=-1) > float("-inf"))
-            where = ids.shape[0] - keep + int(bad.nonzero()[0, 0])
-            raise ValueError(f"{self.name}, position {where}: {error}") from None
+        laws = self.laws(ids, params, keep, width)
+        check_laws(laws, self.name, ids.shape[0] - keep)
+        return laws.dense() if isinstance(laws, OneHot) else laws
 
 
 def as_cached(model) -> CachedModel:
