@@ -334,7 +334,8 @@ class CostAwareGamma(GammaController):
         speed(gamma) = (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + v(gamma)))
 
     Leviathan et al. 2023, theorem 3.8, with the verification's cost v(gamma) in place of their 1. It answers
-    0 when drafting does not pay, and then probes with one token every `probe` rounds, as alpha may change.
+    0 when drafting does not pay. As alpha may change it then still tries the best gamma from time to time: as
+    often as what these trials lose, next to plain decoding, is a share `probe` of the time.
 
     c: draft step time / target step time. v: v[gamma] = time of a target forward over gamma + 1 tokens / over
     one; its length bounds gamma. alpha starts at `alpha`, worth `weight` judged tokens, and older rounds
@@ -342,7 +343,7 @@ class CostAwareGamma(GammaController):
     """
 
     def __init__(self, c: float, v: list[float], alpha: float = 0.6, weight: float = 4.0, decay: float = 0.95,
-                 probe: int = 16):
+                 probe: float = 0.02):
         if len(v) < 2 or not c >= 0 or min(v) <= 0:
             raise ValueError("costs: c >= 0 and at least two positive v are needed")
         self.c, self.v, self.alpha, self.weight, self.decay, self.probe = c, v, alpha, weight, decay, probe
@@ -353,9 +354,13 @@ class CostAwareGamma(GammaController):
 
     def propose(self):
         alpha = self.accepted / self.judged
-        best = max(range(self.high + 1), key=lambda gamma: self.speed(alpha, gamma))
-        self.idle = self.idle + 1 if best == 0 else 0
-        return 1 if self.idle and self.idle % self.probe == 0 else best
+        best = max(range(1, self.high + 1), key=lambda gamma: self.speed(alpha, gamma))
+        loss = best * self.c + self.v[best] - expected_tokens(alpha, best)  # in target steps; < 0: it pays
+        if loss <= self.idle * self.probe:
+            self.idle = 0
+            return best
+        self.idle += 1
+        return 0
 
     def speed(self, alpha: float, gamma: int) -> float:
         """Tokens per target step time, expected."""

@@ -136,16 +136,27 @@ def test_expected_tokens(alpha):
 
 
 def test_cost_aware_probes_when_drafting_does_not_pay():
-    controller = CostAwareGamma(c=5.0, v=[1.0, 1.5, 2.0], probe=4)
+    """The trials that fail take their share of the time, and no more: their loss is 5.5 steps each, 1 in 275."""
+    controller = CostAwareGamma(c=5.0, v=[1.0, 1.5, 2.0], probe=0.02)
     gammas = []
-    for _ in range(12):
+    for _ in range(3000):
         gammas.append(controller.propose())
         controller.update(rejected(gammas[-1]) if gammas[-1] else Round(0, 0, 1))
-    assert gammas == [0, 0, 0, 1] * 3
+    assert set(gammas) == {0, 1} and gammas[0] == 0
+    assert sum(gammas) == pytest.approx(3000 / 276, abs=1)
+
+
+def test_cost_aware_tries_more_often_what_costs_less():
+    tried = []
+    for c in (2.01, 0.83):
+        controller = CostAwareGamma(c, v=[1.0, 1.0], alpha=0.5)
+        gammas = [controller.propose() for _ in range(300)]
+        tried.append(gammas.index(1))
+    assert tried == [76, 17]  # of 0.02 each, to make up for a loss of 1.51 and of 0.33 target steps
 
 
 def test_cost_aware_learns_from_its_probes_that_drafting_pays_again():
-    controller = CostAwareGamma(c=0.2, v=[1.0, 1.1, 1.2, 1.3, 1.4], probe=3, decay=0.8)
+    controller = CostAwareGamma(c=0.2, v=[1.0, 1.1, 1.2, 1.3, 1.4], probe=0.2, decay=0.8)
     for _ in range(30):
         gamma = controller.propose()
         controller.update(rejected(gamma) if gamma else Round(0, 0, 1))
