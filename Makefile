@@ -1,6 +1,8 @@
 # Two commands, each complete on a fresh machine with Python 3.10+ and pip; what is there already is skipped.
 #   make bench    environment, models, data, then the speed and perplexity benchmark of the default pair
 #   make test     environment, then the tests (with the default pair's models and data where they can be had)
+# And one for later:
+#   make plots    the pictures of plots/ from results.jsonl
 # Variables: PYTHON=python3.12   BENCH_FLAGS="--maxLen 100"   DATA_FLAGS="--from ../shared/data"
 
 PYTHON ?= python3
@@ -10,7 +12,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check
 
-.PHONY: bench test models data
+.PHONY: bench test plots models data
 
 bench: models data
 	@echo "== benchmark: rows are appended to results.txt and results.jsonl one by one"
@@ -23,6 +25,10 @@ test: $(VENV)/installed-test
 	@$(PY) downloadData.py $(DATA_FLAGS) || echo "== going on without the real texts"
 	@echo "== tests"
 	@$(PY) -m pytest -q
+
+plots: $(VENV)/installed
+	@echo "== plots: from results.jsonl into plots/"
+	@$(PY) plotResults.py
 
 models: $(VENV)/installed
 	@echo "== models: into models/"
