@@ -42,8 +42,8 @@ def use_engine(model, engine: str) -> str:
     model.engine = engine
     if engine == "eager":
         return engine
-    replace_linears(model, LINEAR[engine])
-    model.lean = lean_forward(model)
+    replace_linears(model, linear_kind(model, engine))
+    model.lean = lean_forward(model, torch.float64 if engine == "int8" else model.dtype)
     if model.lean is None:
         return f"{engine} (linear layers only: the pass of {model.config.model_type} is transformers')"
     return engine
@@ -56,6 +56,9 @@ def what_is_missing(model, engine: str) -> str | None:
         return "float32 on a CPU with oneDNN"
     if engine == "int8" and not (cpu and float32 and "fbgemm" in torch.backends.quantized.supported_engines):
         return "float32 weights on an x86 CPU with fbgemm"
+    if engine == "int8" and lean_class(model) is None:
+        # The rounding of transformers' attention depends on the tokens beside a row; 8 bits turn that into other ids.
+        return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
     if engine == "graphs":
         if model.device.type != "cuda":
             return "CUDA"
@@ -87,36 +90,72 @@ class PackedLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A linear layer in 8 bits: each output channel's weights are scaled by their largest, and each row of the
-    input by its own largest value, so that a row's result does not depend on the rows beside it. (torch's dynamic
-    quantisation takes one scale for the whole input: a token's logits would depend on its neighbours.)
+    """A linear layer in 8 bits whose rows do not depend on each other: each row of the input is scaled by its own
+    largest value. (torch's dynamic quantisation takes one scale for the whole input: a token's logits would depend on
+    the tokens beside it.) Sums are exact integers.
 
-    Sums are exact integers. Activations use 7 bits: without VNNI instructions fbgemm adds pairs of products in
-    16 bits, which 8 would overflow. weight: [out, in] float32; bias: [out] or None.
+    Channels with large inputs would leave the others few levels: they are divided by s_j = max|x_j|^a / max|w_j|^(1-a)
+    and their weights multiplied by it (SmoothQuant, Xiao et al. 2023, arXiv:2211.10438, equation 4). Inputs take 8
+    bits, weights 7: without VNNI instructions fbgemm adds pairs of products in 16 bits, which 8 and 8 overflow, and
+    the law must not depend on the machine.
+
+    weight: [out, in] float32; bias: [out] or None; largest: [in], the largest |x| of each input channel.
     """
 
-    LEVELS = 63
+    INPUT_LEVELS, WEIGHT_LEVELS, SMOOTHING = 127, 63, 0.6
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, largest: Tensor):
         super().__init__()
         self.out_features, self.bias = weight.shape[0], bias
-        scale = weight.detach().abs().amax(dim=1).clamp_(min=1e-30).double() / 127
-        engine = torch.backends.quantized.engine
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # quantised tensors are deprecated, fbgemm's packing has no other door
-            q = torch.quantize_per_channel(weight.detach(), scale, torch.zeros_like(scale), 0, torch.qint8)
-        try:
-            torch.backends.quantized.engine = "fbgemm"
-            self.packed = torch.ops.quantized.linear_prepack(q, None)
-        finally:
-            torch.backends.quantized.engine = engine
+        weight = weight.detach()
+        smooth = largest.clamp(min=1e-5) ** self.SMOOTHING / weight.abs().amax(dim=0).clamp(min=1e-5) ** (1 - self.SMOOTHING)
+        self.shrink = 1 / smooth
+        self.packed = pack_int8(weight * smooth, self.WEIGHT_LEVELS)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.shrink
         scale = x.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / scale, 1 / self.LEVELS, self.LEVELS + 1, self.packed
+            x.div_(scale), 1 / self.INPUT_LEVELS, self.INPUT_LEVELS + 1, self.packed
         ).mul_(scale)
         return y if self.bias is None else y.add_(self.bias)
+
+
+def pack_int8(weight: Tensor, levels: int):
+    """`weight` [out, in] in whole numbers from -levels to levels, each output channel with a scale of its own, in
+    fbgemm's order."""
+    scale = weight.abs().amax(dim=1).clamp_(min=1e-30).double() / levels
+    zero = torch.zeros_like(scale, dtype=torch.long)
+    before = torch.backends.quantized.engine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are deprecated, but fbgemm's packing has no other door
+        q = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+    try:
+        torch.backends.quantized.engine = "fbgemm"
+        return torch.ops.quantized.linear_prepack(q, None)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+@torch.inference_mode()
+def largest_inputs(model, tokens: int = 256) -> dict[nn.Module, Tensor]:
+    """The largest |x| of each input channel of every linear layer, over random ids: which channels are large hardly
+    depends on the text."""
+    seen, hooks = {}, []
+
+    def look(layer, inputs, _):
+        x = inputs[0].flatten(0, -2)[1:]  # the first token's are far larger than all others
+        seen[layer] = x.abs().amax(dim=0)
+
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            hooks.append(layer.register_forward_hook(look))
+    vocab = model.get_input_embeddings().weight.shape[0]
+    tokens = min(tokens, model.config.max_position_embeddings)
+    model(input_ids=torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0)), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 class PlainLinear(nn.Module):
@@ -130,17 +169,29 @@ class PlainLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-LINEAR = {"packed": PackedLinear, "int8": Int8Linear, "graphs": PlainLinear}
+def linear_kind(model, engine: str):
+    """make(layers with the same input) -> the module that takes the place of all of them together."""
+    if engine == "int8":
+        largest = largest_inputs(model)
+        return lambda layers: Int8Linear(*side_by_side(layers), largest[layers[0]])
+    kind = {"packed": PackedLinear, "graphs": PlainLinear}[engine]
+    return lambda layers: kind(*side_by_side(layers))
+
+
+def side_by_side(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """weight [sum of outs, in] and bias of several layers that all have one, or have none."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    return torch.cat([layer.weight for layer in layers]), bias
 
 
 class Joint(nn.Module):
     """The product of one input with the weights of several layers, side by side."""
 
-    def __init__(self, linears: list[nn.Linear], kind):
+    def __init__(self, product: nn.Module):
         super().__init__()
-        bias = None if linears[0].bias is None else torch.cat([layer.bias for layer in linears])
-        self.product = kind(torch.cat([layer.weight for layer in linears]), bias)
-        self.last = (None, None)
+        self.product, self.last = product, (None, None)
 
     def part(self, x: Tensor, columns: slice, is_last: bool) -> Tensor:
         """transformers' modules call the parts one after another with the very same tensor: the first computes
@@ -166,19 +217,19 @@ class Part(nn.Module):
 SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def replace_linears(model, kind) -> None:
-    """Replace every linear layer of `model` by a `kind`, those that share an input by Parts of one."""
+def replace_linears(model, make) -> None:
+    """Replace every linear layer of `model` by what `make` returns for it, those that share an input by Parts of one."""
     for module in list(model.modules()):
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
             if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
-                joint, end = Joint(layers, kind), 0
+                joint, end = Joint(make(layers)), 0
                 for name, layer in zip(names, layers):
                     columns, end = slice(end, end + layer.out_features), end + layer.out_features
                     setattr(module, name, Part(joint, columns, is_last=name == names[-1]))
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, kind(child.weight, child.bias))
+                setattr(module, name, make([child]))
 
 
 def joint_product(layers: list[nn.Module]):
@@ -223,9 +274,14 @@ class LeanForward(nn.Module):
 
     Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ... behind
     the `start` positions of kv. A subclass gives `layers`, the sizes, and `block`.
+
+    attention: the dtype of queries, keys and values. The sums of an attention are added in an order that depends on
+    how many rows there are, so that a row fed alone may differ in its last bit. In 8 bits such a bit can tip a
+    rounding, and the layers behind would make other logits of it. Sums in float64, rounded to float32, are the same
+    float32 in any order (but for one in 2^28), and all else in a pass is computed row by row.
     """
 
-    def __init__(self, model, rotary):
+    def __init__(self, model, rotary, attention: torch.dtype):
         super().__init__()
         self.embedding, self.head = model.get_input_embeddings().weight, model.get_output_embeddings()
         self.head_dim = self.head_dim_of(model.config)
@@ -233,9 +289,9 @@ class LeanForward(nn.Module):
         self.spare = []
         # One table for all positions, [P, rotary_dim]: the half with the minus of rotate_half is in the sines.
         angles = torch.outer(torch.arange(self.limit, device=rotary.inv_freq.device).float(), rotary.inv_freq.float())
-        scale, dtype = rotary.attention_scaling, self.embedding.dtype
-        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(dtype)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(dtype)
+        scale = rotary.attention_scaling
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(attention)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(attention)
 
     @staticmethod
     def head_dim_of(config) -> int:
@@ -245,7 +301,7 @@ class LeanForward(nn.Module):
         """A cache for `owner`, which comes back for the next one when the owner is gone: its memory (and on CUDA the
         graphs that were captured with it) need not be made anew for each generation."""
         kv = self.spare.pop() if self.spare else StaticKV(
-            len(self.layers), self.kv_heads, self.head_dim, self.embedding, self.limit)
+            len(self.layers), self.kv_heads, self.head_dim, self.cos, self.limit)
         weakref.finalize(owner, self.spare.append, kv)
         return kv
 
@@ -259,6 +315,8 @@ class LeanForward(nn.Module):
         """at: the positions of ids, a slice or [n] indices; width: how many columns of kv are read; mask: [n, width],
         added to the scores."""
         x = F.embedding(ids, self.embedding)
+        if mask is not None:
+            mask = mask.repeat(self.heads // self.kv_heads, 1)
         where = (at, width, mask, self.spread(self.cos[at]), self.spread(self.sin[at]))
         for layer, columns in zip(self.layers, kv):
             x = self.block(layer, x, columns, where)
@@ -267,9 +325,11 @@ class LeanForward(nn.Module):
     def attend(self, q: Tensor, columns: Tensor, width: int, mask: Tensor | None) -> Tensor:
         """q [n, heads, head_dim] over the first `width` columns [2, kv_heads, capacity, head_dim]: [n, heads x head_dim]."""
         keys, values = columns[:, None, :, :width]
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=mask,
-                                             enable_gqa=q.shape[1] != self.kv_heads)
-        return out[0].transpose(0, 1).flatten(1)
+        n, heads, d = q.shape
+        groups = heads // self.kv_heads  # the queries of a group are rows of one product with their common keys
+        q = q.view(n, -1, groups, d).permute(1, 2, 0, 3).reshape(1, -1, groups * n, d)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return out.view(-1, groups, n, d).permute(2, 0, 1, 3).reshape(n, heads * d)
 
 
 def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
@@ -287,8 +347,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 class LlamaForward(LeanForward):
     """Llama: RMSNorm, grouped queries, gated MLP."""
 
-    def __init__(self, model):
-        super().__init__(model, model.model.rotary_emb)
+    def __init__(self, model, attention):
+        super().__init__(model, model.model.rotary_emb, attention)
         self.kv_heads = model.config.num_key_value_heads
         self.heads = model.config.num_attention_heads
         self.final_norm = self.norm(model.model.norm)
@@ -311,10 +371,10 @@ class LlamaForward(LeanForward):
         norm1, qkv, o, norm2, gate_up, down = layer
         at, width, mask, cos, sin = where
         n, kv_heads = x.shape[0], self.kv_heads
-        states = qkv(norm1(x)).view(n, -1, self.head_dim)  # queries, keys, values
+        states = qkv(norm1(x)).view(n, -1, self.head_dim).to(cos.dtype)  # queries, keys, values
         rotate(states[:, :-kv_heads], cos, sin)
         columns[:, :, at] = states[:, self.heads :].view(n, 2, kv_heads, -1).permute(1, 2, 0, 3)
-        x = x + o(self.attend(states[:, : self.heads], columns, width, mask))
+        x = x + o(self.attend(states[:, : self.heads], columns, width, mask).to(x.dtype))
         gate, up = gate_up(norm2(x)).chunk(2, dim=-1)
         return x + down(F.silu(gate).mul_(up))
 
@@ -322,10 +382,10 @@ class LlamaForward(LeanForward):
 class NeoXForward(LeanForward):
     """GPT-NeoX (Pythia): LayerNorm, attention and MLP side by side, rotary embedding on a part of each head."""
 
-    def __init__(self, model):
+    def __init__(self, model, attention):
         backbone = model.gpt_neox
-        super().__init__(model, backbone.rotary_emb)
-        self.kv_heads = model.config.num_attention_heads
+        super().__init__(model, backbone.rotary_emb, attention)
+        self.heads = self.kv_heads = model.config.num_attention_heads
         self.parallel = model.config.use_parallel_residual
         self.final_norm = backbone.final_layer_norm
         self.layers = [
@@ -341,10 +401,10 @@ class NeoXForward(LeanForward):
     def block(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
         norm1, qkv, dense, norm2, up, act, down = layer
         at, width, mask, cos, sin = where
-        states = qkv(norm1(x)).view(x.shape[0], self.kv_heads, 3, self.head_dim)  # head by head: q, k, v
+        states = qkv(norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)  # head by head: q, k, v
         rotate(states[:, :, :2, : cos.shape[-1]], cos, sin)
         columns[:, :, at] = states[:, :, 1:].permute(2, 1, 0, 3)
-        a = dense(self.attend(states[:, :, 0], columns, width, mask))
+        a = dense(self.attend(states[:, :, 0], columns, width, mask).to(x.dtype))
         if self.parallel:
             return x + a + down(act(up(norm2(x))))
         x = x + a
@@ -363,6 +423,6 @@ def lean_class(model):
     return None
 
 
-def lean_forward(model) -> LeanForward | None:
+def lean_forward(model, attention: torch.dtype) -> LeanForward | None:
     kind = lean_class(model)
-    return None if kind is None else kind(model)
+    return None if kind is None else kind(model, attention)
