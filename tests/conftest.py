@@ -31,13 +31,13 @@ def _shape(vocab, hidden, layers, positions):
                 bos_token_id=0, eos_token_id=0, pad_token_id=None)
 
 
-def gpt_neox(vocab=32, hidden=16, layers=2, positions=128):
-    config = GPTNeoXConfig(**_shape(vocab, hidden, layers, positions))
+def gpt_neox(vocab=32, hidden=16, layers=2, positions=128, **options):
+    config = GPTNeoXConfig(**_shape(vocab, hidden, layers, positions), **options)
     return GPTNeoXForCausalLM(config)
 
 
-def llama(vocab=32, hidden=16, layers=2, positions=128):
-    config = LlamaConfig(**_shape(vocab, hidden, layers, positions), num_key_value_heads=2)
+def llama(vocab=32, hidden=16, layers=2, positions=128, **options):
+    config = LlamaConfig(**_shape(vocab, hidden, layers, positions), num_key_value_heads=2, **options)
     return LlamaForCausalLM(config)
 
 

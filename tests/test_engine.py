@@ -1,30 +1,37 @@
-"""Engines: the same law on every one, and rows that do not depend on their neighbours."""
+"""Engines: rows that do not depend on their neighbours, the same law where it is promised, the same ids for all."""
 
 import pytest
 import torch
 
-from cachedModel import ENGINES, CachedModel, PackedLinear, use_engine
+from cachedModel import CachedModel
 from conftest import tiny_model
+from engine import ENGINES, Int8Linear, LlamaForward, NeoXForward, PackedLinear, Part, use_engine
+from metrics import clock
 from regrSampling import autoregressive_sampling
 from specSampling import (NGramDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
                           speculative_sampling_multi)
 from utils import SamplingParams
 
 FAMILIES = ("llama", "gpt_neox", "mistral", "gemma2")
+LEAN = {"llama": LlamaForward, "gpt_neox": NeoXForward}
+CPU_ENGINES = [(family, engine) for family in FAMILIES for engine in ("eager", "packed", "int8")
+               if engine != "int8" or family in LEAN]
 SHAPE = dict(vocab=200, hidden=64, layers=3, positions=256)
 
 
 def on_engine(family, engine, seed=0):
     model = tiny_model(family, seed=seed, sharpness=8, **SHAPE)
-    assert use_engine(model, engine) == engine
+    assert use_engine(model, engine).split()[0] == engine
     return model
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("family", FAMILIES)
+def some_ids(n, seed=1):
+    return torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family,engine", CPU_ENGINES)
 def test_rows_are_independent(family, engine):
-    model = CachedModel(on_engine(family, engine))
-    ids = torch.randint(0, 200, (60,), generator=torch.Generator().manual_seed(1))
+    model, ids = CachedModel(on_engine(family, engine)), some_ids(60)
     together = model.forward(ids, keep=17)
     for i in range(17):
         model.rollback(43 + i)
@@ -32,11 +39,40 @@ def test_rows_are_independent(family, engine):
         assert (alone - together[i]).abs().max() <= 2e-6 * together.abs().max()
 
 
+@pytest.mark.parametrize("family", LEAN)
+def test_int8_rows_are_the_same_bits_however_they_are_fed(family):
+    """Anything less is amplified by the rounding to 8 bits: the target would not be one law."""
+    model, ids = CachedModel(on_engine(family, "int8")), some_ids(200)
+    whole = model.forward(ids, keep=200)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        model.rollback(int(torch.randint(0, 180, (1,), generator=generator)))
+        while model.length < 200:
+            n = int(torch.randint(1, 18, (1,), generator=generator))
+            end = min(model.length + n, 200)
+            start = model.length
+            assert torch.equal(model.forward(ids[:end], keep=end - start), whole[start:end])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_is_eager_to_rounding(family):
-    ids = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(2))
-    eager, packed = (CachedModel(on_engine(family, engine)).forward(ids, keep=40) for engine in ENGINES)
+    ids = some_ids(40, seed=2)
+    eager, packed = (CachedModel(on_engine(family, engine)).forward(ids, keep=40) for engine in ("eager", "packed"))
     assert (eager - packed).abs().max() <= 4e-6 * eager.abs().max()
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_int8_is_near_eager(family):
+    ids = some_ids(40, seed=2)
+    eager, int8 = (CachedModel(on_engine(family, engine)).forward(ids, keep=40) for engine in ("eager", "int8"))
+    assert (eager - int8).norm() <= 0.1 * eager.norm()
+
+
+def runs_of(target, draft, prompt, params):
+    return [autoregressive_sampling(target, prompt, params), speculative_sampling(target, draft, prompt, params),
+            speculative_sampling_dynamic(target, draft, prompt, params),
+            speculative_sampling_multi(target, [NGramDrafter(3), draft], prompt, params),
+            drafted_sampling(target, NGramDrafter(8), prompt, params)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,25 +80,144 @@ def test_packed_greedy_ids_are_the_same_for_every_method_and_generate(family):
     target, draft = on_engine(family, "packed"), on_engine("llama", "packed", seed=1)
     params, prompt = SamplingParams(temperature=0, max_new_tokens=40), [5, 6, 7, 5, 6]
     expected = autoregressive_sampling(tiny_model(family, sharpness=8, **SHAPE), prompt, params).tokens
-    runs = [autoregressive_sampling(target, prompt, params), speculative_sampling(target, draft, prompt, params),
-            speculative_sampling_dynamic(target, draft, prompt, params),
-            speculative_sampling_multi(target, [NGramDrafter(3), draft], prompt, params),
-            drafted_sampling(target, NGramDrafter(8), prompt, params)]
-    assert all(run.tokens == expected for run in runs)
+    assert all(run.tokens == expected for run in runs_of(target, draft, prompt, params))
     own = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert own[0, 5:].tolist() == expected
 
 
-def test_every_linear_layer_is_packed_and_no_other():
+@pytest.mark.parametrize("family", LEAN)
+def test_int8_greedy_ids_are_the_same_for_every_method(family):
+    target, draft = on_engine(family, "int8"), on_engine("llama", "int8", seed=1)
+    params = SamplingParams(temperature=0, max_new_tokens=60)
+    for seed in range(4):
+        prompt = some_ids(5 + 7 * seed, seed).tolist()
+        first, *others = runs_of(target, draft, prompt, params)
+        assert len(first.tokens) == 60 and all(run.tokens == first.tokens for run in others)
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_a_seed_draws_the_same_from_a_full_proposal_as_the_law_says(family):
+    """On int8, at a temperature: the laws that verification sees are those of decoding token by token."""
+    target = CachedModel(on_engine(family, "int8"))
+    params, ids = SamplingParams(temperature=1.0), some_ids(30)
+    together = target.law(ids, params, keep=30)
+    for n in (1, 7, 30):
+        target.reset()
+        assert torch.equal(target.law(ids[:n], params)[0], together[n - 1])
+
+
+def test_a_row_of_int8_has_its_own_scale():
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 32, generator=generator), torch.randn(9, 32, generator=generator)
+    layer = Int8Linear(weight, torch.ones(48), torch.ones(32))
+    x[3] *= 1000  # a neighbour of another size
+    x[4] = 0
+    y = layer(x)
+    assert all(torch.equal(layer(x[i : i + 1])[0], y[i]) for i in range(9))
+    exact = x @ weight.T + 1
+    assert ((y - exact).norm(dim=1) <= 0.03 * exact.norm(dim=1)).all()
+    assert torch.equal(y[4], torch.ones(48))
+
+
+def test_int8_smooths_channels_with_large_inputs():
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 32, generator=generator), torch.randn(9, 32, generator=generator)
+    x[:, 5] *= 100
+    weight[:, 5] /= 100
+    exact = x @ weight.T
+    errors = [(Int8Linear(weight, None, largest)(x) - exact).norm() / exact.norm()
+              for largest in (torch.ones(32), x.abs().amax(dim=0))]
+    assert errors[1] < 0.25 * errors[0]
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_the_written_out_pass_is_used_and_transformers_own_is_not(family, monkeypatch):
+    model = on_engine(family, "packed")
+    assert type(model.lean) is LEAN[family]
+    cached = CachedModel(model)
+    monkeypatch.setattr(type(model), "forward", None)
+    assert cached.forward(some_ids(5)).shape == (1, 200)
+
+
+@pytest.mark.parametrize("options", [dict(use_parallel_residual=False), dict(attention_bias=False)])
+def test_settings_of_gpt_neox(options):
+    models = [tiny_model("gpt_neox", sharpness=8, **SHAPE, **options) for _ in range(2)]
+    assert use_engine(models[1], "packed") == "packed"
+    eager, packed = (CachedModel(model).forward(some_ids(30), keep=30) for model in models)
+    assert (eager - packed).abs().max() <= 4e-6 * eager.abs().max()
+
+
+@pytest.mark.parametrize("options", [
+    dict(attention_bias=True, mlp_bias=True), dict(head_dim=24), dict(tie_word_embeddings=True),
+    dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+])
+def test_settings_of_llama(options):
+    models = [tiny_model("llama", sharpness=8, **SHAPE, **options) for _ in range(2)]
+    assert use_engine(models[1], "packed") == "packed"
+    eager, packed = (CachedModel(model).forward(some_ids(30), keep=30) for model in models)
+    assert (eager - packed).abs().max() <= 4e-6 * eager.abs().max()
+
+
+def test_a_table_of_positions_that_grows_is_left_to_transformers():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=rope, **SHAPE)
+    assert use_engine(model, "packed") == "packed (linear layers only: the pass of llama is transformers')"
+    assert model.lean is None
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_a_cache_outlives_its_sequence_but_not_its_content(family):
+    """The next CachedModel takes over the buffer; two at once have one each."""
+    model, prompt = on_engine(family, "packed"), some_ids(9)
+    first = CachedModel(model)
+    expected = first.forward(prompt).clone()
+    second = CachedModel(model)
+    assert second.kv is not first.kv
+    buffer = first.kv
+    del first
+    third = CachedModel(model)
+    assert third.kv is buffer and third.length == 0
+    assert torch.equal(third.forward(prompt), expected)
+
+
+def test_the_buffer_grows_and_keeps_what_it_holds():
+    model, ids = CachedModel(on_engine("llama", "packed")), some_ids(256)
+    whole = model.forward(ids, keep=256)
+    model.kv.__init__(3, model.lean.kv_heads, model.lean.head_dim, model.lean.cos, 256)  # an empty one again
+    model.reset()
+    steps = torch.cat([model.forward(ids[:n], keep=17 if n > 1 else 1) for n in (17, 34, 51, 255)]
+                      + [model.forward(ids)])
+    assert model.kv.capacity == 256  # never more than the context
+    assert (steps[-1] - whole[-1]).abs().max() <= 2e-6 * whole.abs().max()
+
+
+def test_layers_with_the_same_input_are_one_product():
     model = on_engine("llama", "packed")
-    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    assert len(packed) == 3 * 7 + 1 and not any(type(m) is torch.nn.Linear for m in model.modules())
+    products = {id(m) for m in model.modules() if isinstance(m, PackedLinear)}
+    parts = [m for m in model.modules() if isinstance(m, Part)]
+    assert len(products) == 3 * 4 + 1 and len(parts) == 3 * 5  # qkv, o, gate and up, down; the head
+    assert not any(type(m) is torch.nn.Linear for m in model.modules())
     assert CachedModel(model).vocab_size == 200
+    x = torch.ones(1, 64)
+    attention = model.model.layers[0].self_attn
+    for part in (attention.v_proj, attention.q_proj, attention.k_proj):  # in any order, nothing stale
+        for y in (x, 2 * x):
+            assert torch.equal(part(y), part.joint.product(y)[:, part.columns])
 
 
 def test_where_it_cannot_run_it_falls_back_and_says_why():
     model = tiny_model("llama").to(torch.bfloat16)
     assert use_engine(model, "packed").startswith("eager (packed needs float32")
+    assert use_engine(model, "int8").startswith("eager (int8 needs float32")
+    assert use_engine(model, "graphs") == "eager (graphs needs CUDA)"
     assert any(type(m) is torch.nn.Linear for m in model.modules())
-    with pytest.raises(ValueError, match="eager, packed"):
+    assert use_engine(tiny_model("mistral"), "int8") == "eager (int8 needs Llama or GPT-NeoX, and this is mistral)"
+    with pytest.raises(ValueError, match="eager, packed, int8, graphs"):
         use_engine(model, "warp")
+
+
+def test_an_engine_is_for_good():
+    model = on_engine("llama", "packed")
+    assert use_engine(model, "packed") == "packed"
+    with pytest.raises(ValueError, match="packed already"):
+        use_engine(model, "int8")
