@@ -40,6 +40,9 @@ PAIRS = {pair.name: pair for pair in (
          "smollm2-draft-small", "pip"),
 )}
 
+# Pythia's sizes: layers, hidden size, heads. All have 50304 rows of vocabulary, and an inner size of 4 x hidden.
+PYTHIA = {"70m": (6, 512, 8), "410m": (24, 1024, 16), "1.4b": (24, 2048, 16), "2.8b": (32, 2560, 32)}
+
 
 def resolve_pair(name="auto", target=None, drafts=None):
     """The Pair of that name, or one of any models: `target`, `drafts` (smallest first) are folders or names.
@@ -187,6 +190,14 @@ def pick_dtype(name, device, for_ppl=False):
     return getattr(torch, name)
 
 
+def pick_engine(name, device, dtype):
+    """The engine for "auto": packed in float32 on a CPU, graphs on CUDA, else eager; another name is itself."""
+    import torch
+    if name != "auto":
+        return name
+    return "graphs" if torch.device(device).type == "cuda" else "packed" if dtype == torch.float32 else "eager"
+
+
 def load_model(name, device, dtype):
     """The causal LM of that name, in eval mode, without gradients, on `device` (torch.device) in `dtype`.
 
@@ -222,6 +233,39 @@ def n_parameters(folder):
         with safe_open(path, framework="pt") as file:
             count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())
     return count
+
+
+def pythia_config(size):
+    """The configuration of a Pythia model, from PYTHIA. ValueError: no such size."""
+    from transformers import GPTNeoXConfig
+    if size not in PYTHIA:
+        raise ValueError(f"no Pythia of size '{size}': with --shapes pythia, --target and --draft take "
+                         f"{', '.join(PYTHIA)}")
+    layers, hidden, heads = PYTHIA[size]
+    return GPTNeoXConfig(vocab_size=50304, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+                         intermediate_size=4 * hidden, max_position_embeddings=2048, rotary_pct=0.25,
+                         use_parallel_residual=True, bos_token_id=0, eos_token_id=0)
+
+
+def pythia_shape(size, device, dtype):
+    """A model of that shape with random weights, made on `device` (torch.device) in `dtype`: no file is needed, and
+    its passes take as long as the real one's.
+
+    Row i of the head is the embedding of token i - 1, which is large beside what the layers add to it: greedy
+    decoding counts upwards, with the best logit far above the next, so that float16's rounding does not change
+    the text, as it would with a random head. The global random state is left as it was.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    config = pythia_config(size)
+    scale = math.sqrt(config.num_hidden_layers)  # about what the layers add up to
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device, torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        embedding = model.get_input_embeddings().weight.normal_(0, scale)
+        model.get_output_embeddings().weight.copy_(embedding.roll(1, 0) / (scale * math.sqrt(config.hidden_size)))
+    model.config._name_or_path = f"pythia-{size}-random"
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(name):
