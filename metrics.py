@@ -39,13 +39,14 @@ class Round:
     """One draft-and-verify round. emitted = accepted plus the bonus or corrected token, cut at a stop token.
 
     judged counts the proposals that verification looked at: those accepted and the first one rejected. It is
-    what alpha is divided by, since nothing is known of the tokens behind a rejection.
+    what alpha is divided by, since nothing is known of the tokens behind a rejection. tokens: the ids emitted.
     """
 
     proposed: int
     accepted: int
     emitted: int
     judged: int | None = None
+    tokens: list[int] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self):
         if self.judged is None:
@@ -301,9 +302,33 @@ class Results:
         self.say("\n" + "  ".join(heads))
         self.say("  ".join("-" * c.width for c in columns))
 
+    def header(self, lines: dict) -> None:
+        """The head of a run: who measured what, on which machine, with which command. lines: what else to say."""
+        meta = self.meta
+        draft = f" <- {meta['draft']}" if meta.get("draft") else ""
+        note = f" ({meta['engine_note']})" if meta.get("engine_note") else ""
+        self.say(f"\n== {meta['date']}  commit {meta['commit']}")
+        shown = {
+            "command": meta["command"],
+            "pair": f"{meta['pair']}: {meta['target']}{draft}",
+            "machine": f"{meta['device']}, {meta['threads']} threads, {meta['dtype']}, engine {meta['engine']}{note}",
+            "versions": meta["versions"],
+            **lines,
+        }
+        for key, value in shown.items():
+            self.say(f"{key:9} {value}")
+
     def row(self, **values) -> None:
+        self.line(self.record(**values))
+
+    def record(self, **values) -> dict:
+        """The row into results.jsonl alone, and back, with all its fields."""
         row = {**dict.fromkeys(FIELDS), **self.meta, **values}
         append(self.rows, json.dumps(finite(row), ensure_ascii=False))
+        return row
+
+    def line(self, row: dict) -> None:
+        """A line of the table alone."""
         self.say("  ".join(c.cell(row) for c in self.columns).rstrip())
 
 
