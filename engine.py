@@ -13,12 +13,17 @@ On every engine the rows of a pass do not depend on each other: a token's logits
 rounding, whether it is fed alone or with others. Without that a verification would not see the target's law.
 """
 
+import contextlib
+import functools
+import gc
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ENGINES = ("eager", "packed", "int8", "graphs")
 
@@ -46,6 +51,11 @@ def use_engine(model, engine: str) -> str:
     model.lean = lean_forward(model, torch.float64 if engine == "int8" else model.dtype)
     if model.lean is None:
         return f"{engine} (linear layers only: the pass of {model.config.model_type} is transformers')"
+    if engine == "graphs":
+        model.lean = GraphForward(model.lean)
+        fault = model.lean.trial()
+        if fault:
+            return f"{engine} (passes are not captured: {fault})"
     return engine
 
 
@@ -219,7 +229,7 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def replace_linears(model, make) -> None:
     """Replace every linear layer of `model` by what `make` returns for it, those that share an input by Parts of one."""
-    for module in list(model.modules()):
+    for module in [m for m in model.modules() if type(m) is not nn.Linear]:  # which would keep all old weights
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
             if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
@@ -279,7 +289,11 @@ class LeanForward(nn.Module):
     how many rows there are, so that a row fed alone may differ in its last bit. In 8 bits such a bit can tip a
     rounding, and the layers behind would make other logits of it. Sums in float64, rounded to float32, are the same
     float32 in any order (but for one in 2^28), and all else in a pass is computed row by row.
+
+    side: a second CUDA stream, for parts of a layer that do not depend on each other.
     """
+
+    side = None
 
     def __init__(self, model, rotary, attention: torch.dtype):
         super().__init__()
@@ -399,16 +413,24 @@ class NeoXForward(LeanForward):
         return table[:, None, None]  # [n, 1, 1, rotary_dim], for all heads, queries and keys
 
     def block(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
-        norm1, qkv, dense, norm2, up, act, down = layer
+        if self.parallel:
+            a, m = at_once(lambda: self.attention(layer, x, columns, where), lambda: self.mlp(layer, x), self.side)
+            return x + a + m
+        x = x + self.attention(layer, x, columns, where)
+        return x + self.mlp(layer, x)
+
+    @staticmethod
+    def mlp(layer, x: Tensor) -> Tensor:
+        *_, norm2, up, act, down = layer
+        return down(act(up(norm2(x))))
+
+    def attention(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
+        norm1, qkv, dense, *_ = layer
         at, width, mask, cos, sin = where
         states = qkv(norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)  # head by head: q, k, v
         rotate(states[:, :, :2, : cos.shape[-1]], cos, sin)
         columns[:, :, at] = states[:, :, 1:].permute(2, 1, 0, 3)
-        a = dense(self.attend(states[:, :, 0], columns, width, mask).to(x.dtype))
-        if self.parallel:
-            return x + a + down(act(up(norm2(x))))
-        x = x + a
-        return x + down(act(up(norm2(x))))
+        return dense(self.attend(states[:, :, 0], columns, width, mask).to(x.dtype))
 
 
 def lean_class(model):
@@ -426,3 +448,162 @@ def lean_class(model):
 def lean_forward(model, attention: torch.dtype) -> LeanForward | None:
     kind = lean_class(model)
     return None if kind is None else kind(model, attention)
+
+
+# --------------------------------------------------------------------------------------------------- CUDA graphs
+
+ROWS = (*range(1, 10), 17, 33, 65)  # numbers of tokens that passes are captured for; others are filled up
+COLUMNS = 512  # the least width of kv that a captured pass reads; the others are its doubles
+ROOM = 1024  # positions that a cache has from the start: a buffer that moves takes its graphs along
+
+
+class GraphForward(nn.Module):
+    """A written-out pass on CUDA, where few new tokens are one launch of a CUDA graph instead of hundreds of kernels,
+    each launched from Python. Many new tokens (a prompt) keep the GPU busy as they are. Called as a LeanForward is.
+
+    A graph has fixed shapes and addresses: there is one for each of ROWS and each width of kv, captured when it is
+    first needed, and all of them read ids and position from the same place on the device. Rows that fill a pass up
+    write columns behind the sequence, where nothing is looked at; columns beyond the sequence are masked.
+    """
+
+    def __init__(self, lean: LeanForward):
+        super().__init__()
+        self.lean, self.fault = lean, None
+        self.passes = weakref.WeakKeyDictionary()  # StaticKV -> Passes
+
+    def kv_for(self, owner) -> StaticKV:
+        return self.lean.kv_for(owner)
+
+    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
+        n, limit = ids.shape[0], self.lean.limit
+        rows = next((rows for rows in ROWS if rows >= n), n)
+        kv.reserve(min(max(start + rows, ROOM), limit))
+        if start == 0:  # masked columns weigh 0, but 0 times the NaN of an earlier sequence is NaN
+            kv.buffer.zero_()
+        if rows in ROWS and start + rows <= limit and self.fault is None:
+            try:
+                return self.passes_over(kv)(ids, rows, start)[n - keep : n].clone()  # the next replay overwrites it
+            except RuntimeError as error:
+                self.fault = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.passes.clear()
+                self.lean.side = None
+                warnings.warn(f"engine graphs: a pass could not be captured, and from now on none is: {self.fault}")
+        with fused_attention():
+            return self.lean(ids, kv, start, keep)
+
+    def passes_over(self, kv: StaticKV) -> "Passes":
+        passes = self.passes.get(kv)
+        if passes is None or passes.buffer is not kv.buffer:
+            passes = self.passes[kv] = Passes(self.lean, kv)
+        return passes
+
+    @torch.inference_mode()
+    def trial(self) -> str | None:
+        """Capture the pass of one token: None, or why it fails."""
+        owner = set()  # anything that goes at the end of this function: the cache and its graph are there for the next
+        self(torch.zeros(1, dtype=torch.long, device=self.lean.cos.device), self.kv_for(owner), 0, 1)
+        return self.fault
+
+
+class Passes:
+    """The captured passes over one buffer of keys and values, and what all of them read: ids, and the position of the
+    first of them."""
+
+    def __init__(self, lean: LeanForward, kv: StaticKV):
+        self.lean, self.buffer, self.layers = lean, kv.buffer, kv.layers
+        device = kv.buffer.device
+        self.ids = torch.zeros(ROWS[-1], dtype=torch.long, device=device)
+        self.start = torch.zeros((), dtype=torch.long, device=device)
+        self.replays = {}
+        if device.type == "cuda":
+            lean.side = arena(device).side
+
+    def __call__(self, ids: LongTensor, rows: int, start: int) -> Tensor:
+        """Logits [rows, V] of ids [n], filled up to `rows` tokens, at the positions from `start`. Nothing waits for
+        the device; the next call overwrites them."""
+        n, width = ids.shape[0], COLUMNS
+        while width < start + rows:
+            width *= 2
+        width = min(width, self.buffer.shape[3])
+        self.ids[:n].copy_(ids)
+        if n < rows:
+            self.ids[n:rows].copy_(ids[-1])  # a token that is there: logits that are not asked for are sound too
+        self.start.fill_(start)
+        if (rows, width) not in self.replays:
+            with fused_attention():
+                self.replays[rows, width] = record(lambda: self.step(rows, width))
+        return self.replays[rows, width]()
+
+    def step(self, rows: int, width: int) -> Tensor:
+        """The pass as it is captured: shapes from the arguments, all else from the device."""
+        device = self.buffer.device
+        positions = self.start + torch.arange(rows, device=device)
+        ahead = torch.arange(width, device=device) > positions[:, None]
+        mask = torch.zeros(rows, width, dtype=self.buffer.dtype, device=device).masked_fill_(ahead, float("-inf"))
+        return self.lean.run(self.ids[:rows], self.layers, positions, width, mask, rows)
+
+
+def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`step` as a CUDA graph: a function that replays it and returns the tensor that `step` returned, its content new.
+
+    Raises RuntimeError where something in it cannot be captured.
+    """
+    result = step()  # whatever kernels and libraries set up at their first call
+    where, collecting = arena(result.device), gc.isenabled()
+    gc.disable()  # an old graph that is destroyed meanwhile would spoil the capture
+    with torch.cuda.device(result.device):
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=where.anchor.pool(), stream=where.stream):
+                result = step()
+        finally:
+            torch.cuda.set_stream(before)  # where a capture fails, torch leaves its own in place
+            if collecting:
+                gc.enable()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+class Arena:
+    """Where all graphs of a device are captured: one stream, a second one beside it, and one pool of memory.
+
+    Graphs share the pool as they are replayed one after another, and results are copied before the next one. torch
+    keeps cuBLAS's workspace by stream and drops it with any graph of that stream (pytorch issue 193402), though others
+    still point to it; and a pool whose last graph is gone cannot be used again. The anchor, a graph that stays, keeps
+    the pool and so all that memory.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream, self.side = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.anchor, number = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
+        with torch.cuda.device(device), torch.cuda.graph(self.anchor, stream=self.stream):
+            number.add_(1)
+
+
+arena = functools.cache(Arena)
+
+
+def fused_attention():
+    """Inside, attention on CUDA is one kernel for any width of kv. cuDNN's, which torch prefers on some GPUs, is
+    planned anew for each width, which takes longer than the pass."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def at_once(first: Callable[[], Tensor], second: Callable[[], Tensor], side) -> tuple[Tensor, Tensor]:
+    """The results of two functions that do not need each other; the second runs on the CUDA stream `side` beside the
+    first, if there is one."""
+    if side is None:
+        return first(), second()
+    here = torch.cuda.current_stream(side.device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        b = second()
+    a = first()
+    here.wait_stream(side)  # from here on, memory that either of them frees may be used by both
+    return a, b
