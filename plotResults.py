@@ -20,7 +20,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 # ------------------------------------------------------------------------------------- constants to edit
 
@@ -39,6 +39,7 @@ BLACK, BLUE, ORANGE, GREEN = "0.35", "#0072B2", "#D55E00", "#009E73"
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", BLACK)
 ENGINE_COLOURS = {"eager": BLACK, "packed": BLUE, "int8": ORANGE, "graphs": GREEN}
 MARKERS = "osD^vPX"
+WIDEST_CHAIN = 17      # v(n) is shown so far: gamma up to 16 and the bonus token; wider passes are those of token trees
 MIN_JUDGED = 20        # a share of fewer proposals is noise and left out
 
 
@@ -53,6 +54,7 @@ class Line:
     predicted: list = ()  # of each x: a number, or None
     counts: list = ()     # of each y: how many events it is the share of
     note: str = ""        # said behind the name
+    star: tuple | None = None  # (x, y) of the cost-aware controller under the same conditions
 
 
 @dataclass(frozen=True)
@@ -100,16 +102,17 @@ def when(row: dict) -> float:
 
 def chosen(rows: list[dict], pair=None, engine=None, text=None, run=None) -> list[dict]:
     """The rows that the flags let through. Costs pass --engine, since their picture compares the engines, and peers,
-    who have their own; rows that belong to no text pass --text. ValueError where a flag leaves none, with what there
-    is."""
+    who have their own; rows that belong to no text pass --text. "all" repeats the other texts: it is left out unless
+    asked for. ValueError where a flag leaves none, with what there is."""
     for flag, wanted, of in (("--pair", pair, lambda row: row.get("pair")), ("--engine", engine, engine_of),
                              ("--text", text, lambda row: row.get("text"))):
         there = sorted({str(of(row)) for row in rows} - {"None"})
         if wanted is not None and wanted not in there:
             raise ValueError(f"no row for {flag} {wanted}: there are {', '.join(there) or 'none'}")
         passed = {"--pair": lambda row: False, "--engine": lambda row: costs(row) or peer(row),
-                  "--text": lambda row: row.get("text") is None}[flag]
+                  "--text": lambda row: row.get("text") is None or simulated(row)}[flag]
         rows = [row for row in rows if wanted in (None, of(row)) or passed(row)]
+    rows = [row for row in rows if row.get("text") != "all" or text == "all"]
     if run is not None:
         rows = [row for row in rows if run in str(row.get("command"))]
         if not rows:
@@ -191,37 +194,48 @@ def newest_runs(rows: list[dict], fits=bool, by=RUN) -> list[list[dict]]:
     return list({str(run[-1].get("text")): run for run in runs if kind(run) == kind(runs[-1])}.values())
 
 
+def newest_or_joined(rows: list[dict], of, alone: bool) -> list[list[dict]]:
+    """newest_runs of those that compare two or more values of(row), which were measured interleaved; where there are
+    none, the runs of each setting are joined, and need to compare nothing if `alone`."""
+    def several(run):
+        return len({of(row) for row in run}) > 1
+
+    return newest_runs(rows, several) or newest_runs(rows, bool if alone else several, by=SETTING)
+
+
 # ------------------------------------------------------------------------------------- what each picture shows
 
 
 def speedup_panels(rows: list[dict]) -> list[Panel]:
     """Speedup over gamma, measured and predicted: of `spec` a line for each text, of the simulated drafter one for
-    each alpha. Gammas of one run were measured interleaved; only where no run has two, runs are joined."""
-    usable = [row for row in rows if gamma_of(row) and number(row.get("speedup")) is not None]
+    each alpha."""
+    rows = [row for row in rows if number(row.get("speedup")) is not None]
     panels = []
-
-    def several(run):
-        return len({gamma_of(row) for row in run}) > 1
-
-    spec = [row for row in usable if method_of(row) == "spec"]
-    if runs := newest_runs(spec, several) or newest_runs(spec, several, by=SETTING):
-        lines = [over_gamma(str(run[0].get("text")), run) for run in runs]
+    spec = [row for row in rows if method_of(row) == "spec" and gamma_of(row)]
+    if runs := newest_or_joined(spec, gamma_of, alone=False):
+        lines = [over_gamma(str(run[0].get("text")), run, rows) for run in runs]
         panels.append(Panel("spec, with the draft's own tokens", lines, sum(runs, [])))
-    guided = [row for row in usable if simulated(row) and number(row.get("alpha_asked")) is not None]
-    if runs := newest_runs(guided, several):
-        lines = [over_gamma(f"alpha {alpha:g}", [row for row in runs[-1] if row["alpha_asked"] == alpha])
-                 for alpha in sorted({row["alpha_asked"] for row in runs[-1]})]
+    guided = [row for row in rows if simulated(row) and number(row.get("alpha_asked")) is not None]
+    if runs := newest_or_joined([row for row in guided if gamma_of(row)], gamma_of, alone=False):
+        lines = []
+        for alpha in sorted({row["alpha_asked"] for row in runs[-1]}):
+            run, beside = ([row for row in some if row["alpha_asked"] == alpha] for some in (runs[-1], guided))
+            lines.append(over_gamma(f"alpha {alpha:g}", run, beside))
         panels.append(Panel("simulated drafter, alpha as asked for", lines, runs[-1]))
     return panels
 
 
-def over_gamma(name: str, rows: list[dict]) -> Line:
-    """rows: oldest first; of one gamma the newest counts."""
+def over_gamma(name: str, rows: list[dict], beside: list[dict]) -> Line:
+    """rows: of fixed gammas, oldest first; of one gamma the newest counts. beside: rows among which those of the
+    cost-aware controller in the same run are."""
     by_gamma = {gamma_of(row): row for row in rows}
-    rows = [by_gamma[gamma] for gamma in sorted(by_gamma)]
-    return Line(name, sorted(by_gamma), [row["speedup"] for row in rows],
-                intervals=[interval(row.get("speedup_ci")) for row in rows],
-                predicted=[number(row.get("predicted")) for row in rows])
+    fixed = [by_gamma[gamma] for gamma in sorted(by_gamma)]
+    run = (*RUN, "text")
+    stars = [(row["mean_gamma"], row["speedup"]) for row in beside if row.get("controller") == "cost"
+             and number(row.get("mean_gamma")) is not None and keyed(row, run) == keyed(rows[-1], run)]
+    return Line(name, sorted(by_gamma), [row["speedup"] for row in fixed],
+                intervals=[interval(row.get("speedup_ci")) for row in fixed],
+                predicted=[number(row.get("predicted")) for row in fixed], star=stars[-1] if stars else None)
 
 
 def tpot_panels(rows: list[dict]) -> list[Panel]:
@@ -239,13 +253,15 @@ def tpot_line(row: dict) -> Line:
 
 
 def cost_panels(rows: list[dict]) -> list[Panel]:
-    """A target forward over n tokens in milliseconds, and v(n), the same over its time for one token; by engine."""
+    """v(n), a target forward over n tokens by its time for one, up to WIDEST_CHAIN; and its milliseconds, all widths.
+    A line for each engine, the newest measurement of each."""
     usable = [row for row in rows if costs(row) and 1 in steps_of(row)]
     place = ("pair", "target", "device", "threads")
     newest = {engine_of(row): row for row in usable if keyed(row, place) == keyed(usable[-1], place)}
     used = [newest[engine] for engine in sorted(newest, key=[*ENGINE_COLOURS, *newest].index)]
     steps = {engine_of(row): dict(sorted(steps_of(row).items())) for row in used}
-    v = [Line(name, list(ms), [t / ms[1] for t in ms.values()]) for name, ms in steps.items()]
+    chains = {name: {n: t for n, t in ms.items() if n <= WIDEST_CHAIN} for name, ms in steps.items()}
+    v = [Line(name, list(ms), [t / ms[1] for t in ms.values()]) for name, ms in chains.items()]
     absolute = [Line(name, list(ms), list(ms.values())) for name, ms in steps.items()]
     return [Panel("v(n) = t(n) / t(1)", v, used), Panel("t(n), milliseconds", absolute, used)] if used else []
 
@@ -253,14 +269,14 @@ def cost_panels(rows: list[dict]) -> list[Panel]:
 def steps_of(row: dict) -> dict:
     """{n: ms} of a row of costs; empty where it is of no use."""
     widths, ms = numbers(row.get("widths")), numbers(row.get("step_ms"))
-    return dict(zip(widths, ms)) if len(widths) == len(ms) > 1 and min(ms) > 0 else {}
+    return dict(zip(widths, ms)) if len(widths) == len(ms) > 1 and min(*ms, *widths) > 0 else {}
 
 
 def gamma_panels(rows: list[dict]) -> list[Panel]:
     """The tokens proposed in each round of the first prompt: a panel for each text, a line for each controller."""
     dynamic = [row for row in rows if method_of(row) == "dynamic" and numbers(row.get("gamma_log"))]
     panels = []
-    for run in newest_runs(dynamic, by=SETTING):
+    for run in newest_or_joined(dynamic, name_of, alone=True):
         newest = {name_of(row)[len("dynamic:"):]: row for row in run}
         lines = [Line(name, list(range(1, len(row["gamma_log"]) + 1)), row["gamma_log"], note=means_of(row))
                  for name, row in sorted(newest.items())]
@@ -376,9 +392,10 @@ def name_ends(ax, ends: list[tuple], size=9) -> None:
 
 
 def draw_speedup(panels: list[Panel]) -> Figure:
+    stars = any(line.star for panel in panels for line in panel.lines)
     figure, axes = sheet("Speedup against gamma", "dots: measured, the median and its 95% interval; thin lines: "
-                         "predicted from alpha and the measured costs", panels, (1, len(panels)), 3.1, gap=1.4,
-                         right=1.4, sharey=True)
+                         "predicted from alpha and costs" + "; stars: the cost-aware controller" * stars, panels,
+                         (1, len(panels)), 3.1, gap=1.4, right=1.4, sharey=True)
     ends = []
     for ax, panel in zip(axes, panels):
         n = len(panel.lines)
@@ -404,6 +421,8 @@ def draw_measured(ax, line: Line, colour, marker: str, shift: float) -> None:
         if ci:
             ax.plot([x + shift] * 2, ci, color=colour, linewidth=1.2, alpha=0.6)
     ax.plot([x + shift for x in line.x], line.y, marker, color=colour, markersize=5)
+    if line.star:
+        ax.plot(*[[value] for value in line.star], "*", color=colour, markersize=11, markerfacecolor="white")
 
 
 def draw_tpot(panels: list[Panel]) -> Figure:
@@ -442,9 +461,15 @@ def draw_costs(panels: list[Panel]) -> Figure:
         colours = [ENGINE_COLOURS.get(line.name, COLOURS[3]) for line in panel.lines]
         for line, colour, marker in zip(panel.lines, colours, cycle(MARKERS)):
             ax.plot(line.x, line.y, marker + "-", color=colour, markersize=3.5, linewidth=1.3)
-        most = max(x for line in panel.lines for x in line.x)
         ax.set(title=panel.title, xlabel="n: tokens in the forward pass", ylim=(0, None))
-        ax.set_xticks(range(1, int(most) + 1, 4 * math.ceil(most / 33)))
+        most = max(x for line in panel.lines for x in line.x)
+        if most > WIDEST_CHAIN:
+            ax.set_xscale("log")
+            ax.xaxis.set_major_locator(FixedLocator([2**i for i in range(math.ceil(math.log2(most)) + 1)]))
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_locator(NullLocator())
+        else:
+            ax.set_xticks(range(1, int(most) + 1, 1 if most < 9 else 4))
         name_ends(ax, [(line.y[-1], line.name, colour) for line, colour in zip(panel.lines, colours)])
     axes[0].axhline(1, color="0.8", linewidth=0.8, zorder=0)
     return figure

@@ -34,8 +34,13 @@ def spec(gamma, speedup, **fields):
 
 
 def simulated(alpha, gamma, speedup, **fields):
-    return row("simulated", alpha_asked=alpha, gamma=gamma, speedup=speedup, predicted=speedup - 0.1, text=None,
-               **fields)
+    return row("simulated spec", alpha_asked=alpha, gamma=gamma, speedup=speedup, predicted=speedup - 0.1,
+               text="simulated", **fields)
+
+
+def simulated_cost(alpha, mean_gamma, speedup, **fields):
+    return row("simulated cost", alpha_asked=alpha, controller="cost", mean_gamma=mean_gamma, speedup=speedup,
+               text="simulated", **fields)
 
 
 def dynamic(controller, log, **fields):
@@ -62,6 +67,7 @@ def everything():
                  row("hf-lookup", label="hf-lookup:4", text=text, engine="eager"),
                  row("llama-cpp", text=text, engine="llama.cpp", lossless=None, tpot_ms_ci=None)]
     rows += [simulated(a / 10, g, a / 3 + g / 50) for a in range(1, 10) for g in (1, 4, 8)]
+    rows += [simulated_cost(a / 10, a / 2, a / 3) for a in range(1, 10)]
     rows += [cost(engine, [1, 2, 5, 9, 17, 33], [20 * i, 21, 22, 25, 30, 44 * i])
              for i, engine in enumerate(("int8", "packed", "eager (float16 has no packed weights)", "new"), 1)]
     return rows
@@ -114,9 +120,9 @@ def test_the_flags_choose():
     rows = everything() + [row(pair="pythia", engine="graphs", command="python test.py --temperature 1")]
     assert {r["pair"] for r in chosen(rows, pair="pythia")} == {"pythia"}
     assert {r["command"] for r in chosen(rows, run="--temperature 1")} == {"python test.py --temperature 1"}
-    assert {r["text"] for r in chosen(rows, text="pg19")} == {"pg19", None}  # costs belong to no text
+    assert {r["text"] for r in chosen(rows, text="pg19")} == {"pg19", None, "simulated"}  # costs belong to no text
     packed = chosen(rows, engine="packed")
-    assert {r["engine"] for r in packed if r["method"] in ("spec", "target", "simulated")} == {"packed"}
+    assert {r["engine"] for r in packed if r["method"] in ("spec", "target", "simulated spec")} == {"packed"}
     assert [line.name for line in cost_panels(packed)[0].lines] == ["eager", "packed", "int8", "new"]
     assert {"hf-lookup:4", "llama-cpp"} <= set(series(tpot_panels(packed)[0]))  # peers are beside us on their engines
     assert chosen(rows, engine="eager")[-1]["method"] == "cost target"
@@ -129,6 +135,12 @@ def test_a_flag_that_fits_no_row_says_what_there_is(flag, there):
     rows = [row(), row(pair="pythia"), cost("eager (why)", [1, 2], [1, 2])]
     with pytest.raises(ValueError, match=f"--{flag} nothing: there are {there}$"):
         chosen(rows, **{flag: "nothing"})
+
+
+def test_the_row_over_all_texts_is_shown_only_if_asked_for():
+    rows = [row(), row(text="pg19"), row(text="all", tpot_ms=30.0)]
+    assert [panel.title for panel in tpot_panels(chosen(rows))] == ["wikitext", "pg19"]
+    assert [panel.lines[0].y for panel in tpot_panels(chosen(rows, text="all"))] == [[30.0]]
 
 
 # ------------------------------------------------------------------------------------- speedup against gamma
@@ -162,6 +174,22 @@ def test_the_simulated_drafter_has_a_line_for_each_alpha():
     assert series(panel) == {"alpha 0.5": ([1, 4], [1.2, 1.1]), "alpha 0.9": ([1, 4], [1.8, 3.0])}
     assert panel.lines[1].predicted == [1.7, 2.9] and "simulated" in panel.title
     assert not tpot_panels(rows) and not acceptance_panels(rows)  # a simulation is no row of the other pictures
+
+
+def test_stars_are_the_cost_aware_controller_of_the_same_run():
+    cost_aware = {"controller": "cost", "gamma": "cost", "mean_gamma": 3.5}
+    rows = [row("dynamic", speedup=9.0, **{**cost_aware, "date": OLD}), spec(1, 1.5), spec(4, 2.5),
+            row("dynamic", speedup=2.75, **cost_aware), row("dynamic", speedup=8.0, text="pg19", **cost_aware),
+            row("dynamic", speedup=7.0, controller="aimd", mean_gamma=3.0),
+            simulated(0.5, 1, 1.25), simulated(0.5, 4, 1.0), simulated(0.8, 1, 1.5), simulated(0.8, 4, 2.0),
+            simulated_cost(0.8, 5.5, 2.25), simulated_cost(0.5, 0.25, 1.125),
+            simulated_cost(0.5, 1, 5.0, engine="int8")]
+    measured, simulation = speedup_panels(rows)
+    assert [line.star for line in measured.lines] == [(3.5, 2.75)]
+    assert [line.star for line in simulation.lines] == [(0.25, 1.125), (5.5, 2.25)]
+    stars = [[line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "*"]
+             for ax in draw_speedup([measured, simulation]).axes]
+    assert stars == [[[[3.5, 2.75]]], [[[0.25, 1.125]], [[5.5, 2.25]]]]
 
 
 def test_speedup_is_drawn_as_it_is():
@@ -223,6 +251,9 @@ def test_v_is_the_time_over_that_of_one_token():
     assert series(v) == {"packed": ([1, 5], [1.0, 1.25]), "int8": ([1, 2, 5], [1.0, 0.95, 1.5])}
     assert series(t) == {"packed": ([1, 5], [40.0, 50.0]), "int8": ([1, 2, 5], [20.0, 19.0, 30.0])}
     assert v.rows == t.rows == [rows[2], rows[1]]
+    chains, all_widths = cost_panels([cost("packed", [1, 17, 18, 64], [40.0, 50.0, 60.0, 80.0])])
+    assert series(chains) == {"packed": ([1, 17], [1.0, 1.25])}
+    assert series(all_widths) == {"packed": ([1, 17, 18, 64], [40.0, 50.0, 60.0, 80.0])}
     drawn = [[list(line.get_xdata()), list(line.get_ydata())] for line in draw_costs([v, t]).axes[1].lines]
     assert drawn == [[[1, 5], [40.0, 50.0]], [[1, 2, 5], [20.0, 19.0, 30.0]]]
 
@@ -238,7 +269,7 @@ def test_costs_of_another_machine_or_model_are_no_lines_beside_these(change):
 
 def test_gamma_over_the_rounds():
     rows = [dynamic("cost", [8], engine="int8", date=OLD), dynamic("cost", [9, 9], date=OLD),
-            dynamic("aimd", [4, 5, 2], date=OLD), dynamic("cost", [4, 0, 6]),
+            dynamic("aimd", [9], date=OLD), dynamic("aimd", [4, 5, 2]), dynamic("cost", [4, 0, 6]),
             dynamic("aimd", [1], text="pg19", speedup=None), dynamic("cost", [2], text="pg19"),
             row("dynamic", gamma="fixed"), dynamic("heuristic", None)]
     one, two = gamma_panels(rows)
@@ -249,9 +280,16 @@ def test_gamma_over_the_rounds():
     assert heights == [[4, 5, 2], [1], [4, 0, 6], [2]]
 
 
+def test_a_run_of_several_controllers_goes_before_later_single_ones():
+    both = [dynamic(name, [4], date=OLD, text=text) for name in ("aimd", "cost") for text in ("wikitext", "pg19")]
+    assert [list(series(panel)) for panel in gamma_panels(both + [dynamic("fixed", [9])])] == [["aimd", "cost"]] * 2
+    single = [dynamic("cost", [9], date=OLD), dynamic("aimd", [4]), dynamic("cost", [5], date=LATER)]
+    assert [series(panel) for panel in gamma_panels(single)] == [{"aimd": ([1], [4]), "cost": ([1], [5])}]
+    assert [list(series(panel)) for panel in gamma_panels(single[:1])] == [["cost"]]
+
+
 def test_a_controller_that_was_not_run_on_a_text_is_said_so():
-    rows = [dynamic("aimd", [4], text="pg19"), dynamic("cost", [4], text="pg19"), dynamic("aimd", [1])]
-    panels = gamma_panels(rows) + gamma_panels(rows[:2])
+    panels = gamma_panels([dynamic("aimd", [1])]) + gamma_panels([dynamic("aimd", [4]), dynamic("cost", [4])])
     drawn = draw_gammas(panels).axes
     assert [len(ax.patches) for ax in drawn] == [1, 1, 0, 1] and drawn[2].texts[0].get_text() == "not measured"
 
