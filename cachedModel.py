@@ -12,7 +12,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from utils import Laws, OneHot, SamplingParams, check_laws, fit_width
+from utils import Laws, SamplingParams, check_laws, fit_width
 
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
 CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -150,8 +150,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def laws(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Laws:
-        """What `law` gives, in the short form where there is one, without waiting for the device: the caller has to
-        see that all rows are lawful, before a token drawn from them is emitted."""
+        """What `law` gives, in the form that costs least, and without waiting for the device: the caller has to see
+        that all rows are lawful before a token drawn from them is emitted."""
         return params.laws(fit_width(self.forward(ids, keep), width or self.vocab_size))
 
     def law(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Tensor:
@@ -162,7 +162,7 @@ class CachedModel:
         """
         laws = self.laws(ids, params, keep, width)
         check_laws(laws, self.name, ids.shape[0] - keep)
-        return laws.dense() if isinstance(laws, OneHot) else laws
+        return laws.dense()
 
 
 def as_cached(model) -> CachedModel:

@@ -7,10 +7,10 @@ from torch import LongTensor
 
 from cachedModel import CachedModel, as_cached
 from metrics import Generation, Round, clock
-from utils import SamplingParams, ids_of, sample
+from utils import SamplingParams, check_laws, ids_of, sample
 
 OnTokens = Callable[[list[int]], None]
-# step(ids [n], room) -> the round and its 1..room new ids [m]
+# step(ids [n], room) -> the round, which has its 1..room new ids on the host, and the same ids [m] on the device
 Step = Callable[[LongTensor, int], tuple[Round, LongTensor]]
 
 
@@ -26,12 +26,17 @@ def autoregressive_sampling(model, prompt, params: SamplingParams, on_tokens: On
     generator = params.generator(model.device)
 
     def step(ids, room):
-        p = model.law(ids, params)
-        return Round(proposed=0, accepted=0, emitted=1), sample(p, generator)
+        p = model.laws(ids, params)
+        x = sample(p, generator)
+        token, sound = torch.cat((x, p.lawful())).tolist()  # the step's one synchronisation
+        if not sound:
+            check_laws(p, model.name, ids.shape[0] - 1)
+        return Round(proposed=0, accepted=0, emitted=1, tokens=[token]), x
 
     return decode(step, model, prompt, params, on_tokens)
 
 
+@torch.inference_mode()
 def decode(step: Step, target: CachedModel, prompt, params: SamplingParams, on_tokens: OnTokens | None = None):
     """Call `step` until a stop token, max_new_tokens or the end of the target's context.
 
@@ -46,15 +51,14 @@ def decode(step: Step, target: CachedModel, prompt, params: SamplingParams, on_t
             out.finish_reason = "length" if len(out.tokens) == params.max_new_tokens else "context"
             break
         round, new = step(ids, room)
-        tokens = new.tolist()
-        stop = next((i for i, t in enumerate(tokens) if t in params.stop_token_ids), None)
+        stop = next((i for i, t in enumerate(round.tokens) if t in params.stop_token_ids), None)
         if stop is not None:
-            tokens, out.finish_reason = tokens[: stop + 1], "stop"
-            round = cut_round(round, len(tokens))
+            out.finish_reason = "stop"
+            round = cut_round(round, stop + 1)
         ids = torch.cat((ids, new))
-        out.commit(tokens, round, clock(target.device))
+        out.commit(round.tokens, round, clock(target.device))
         if on_tokens is not None:
-            on_tokens(tokens)
+            on_tokens(round.tokens)
     out.target_forwards = target.forwards
     return out
 
@@ -68,7 +72,7 @@ def cut_round(round: Round, emitted: int) -> Round:
     """The same round with only its first `emitted` tokens, when a stop token ends it early."""
     if emitted == round.emitted:
         return round
-    return Round(round.proposed, accepted=emitted, emitted=emitted, judged=emitted)
+    return Round(round.proposed, accepted=emitted, emitted=emitted, judged=emitted, tokens=round.tokens[:emitted])
 
 
 def checked_prompt(prompt, target: CachedModel) -> LongTensor:

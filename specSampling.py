@@ -5,7 +5,7 @@ The file reads in the paper's order: verify one chain, the round, who proposes (
 (gamma controllers), and the three public samplers.
 """
 
-import math
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,12 @@ from torch import LongTensor, Tensor
 from cachedModel import CachedModel, as_cached
 from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
-from utils import SamplingParams, residual, sample
+from utils import Laws, OneHot, SamplingParams, check_laws, laws_of, residual, sample
 
 # ----------------------------------------------------------------------------------------------- verification
 
 
-def verify(p: Tensor, q: Tensor, tokens: LongTensor, generator=None) -> tuple[int, int]:
+def verify(p: Tensor | Laws, q: Tensor | Laws, tokens: LongTensor, generator=None) -> tuple[int, int]:
     """Accept a prefix of the drafted tokens and draw the one that follows it.
 
     p: [g+1, V] the target's laws before each drafted token and after the last; q: [g, V] the laws the tokens
@@ -28,34 +28,35 @@ def verify(p: Tensor, q: Tensor, tokens: LongTensor, generator=None) -> tuple[in
     The laws may differ in width: an id that only one of them has is given probability 0 by the other. The
     inputs stay as they were. Raises ValueError when the rows do not fit or p or q holds NaN.
     """
+    p, q = laws_of(p), laws_of(q)
+    n, x = judge(p, q, tokens, generator)
+    *lawful, n, x = torch.cat((p.lawful(), q.lawful(), torch.stack((n, x)))).tolist()
+    if not all(lawful):
+        raise ValueError("the laws p or q hold NaN: no token can be drawn from them")
+    return n, x
+
+
+def judge(p: Laws, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tensor, Tensor]:
+    """verify without its end: n_accepted [] and next_token [] stay on the device, and mean nothing unless all of p
+    and q is lawful."""
     g = tokens.shape[0]
     if p.shape[0] != g + 1 or q.shape[0] != g:
         raise ValueError(f"{g} tokens need {g + 1} rows of p and {g} of q, got {p.shape[0]} and {q.shape[0]}")
+    if isinstance(p, OneHot):  # p(x) is 0 or 1: nothing is left to chance, and the residual is p
+        n = (tokens == p.ids[:g]).long().cumprod(0).sum()
+        return n, p.ids.index_select(0, n[None])[0]
     if g == 0:
-        n, law = torch.zeros((), dtype=torch.long, device=p.device), p[0].float()
-    else:
-        width = max(p.shape[-1], q.shape[-1])
-        p, q, at = widened(p, width), widened(q, width), tokens[:, None]
-        # Accept x with probability min(1, p(x) / q(x)): r < p / q without dividing by zero. In float64, since
-        # the 24 random bits of a float32 would accept the rare tokens too often.
-        r = torch.rand(g, dtype=torch.float64, device=p.device, generator=generator)
-        accept = r * q.gather(1, at)[:, 0] < p[:g].gather(1, at)[:, 0]
-        n = accept.long().cumprod(0).sum()
-        # The first rejected position draws from the residual, a full acceptance from p at the end.
-        p_n, q_n = p[n], q[n.clamp(max=g - 1)]
-        law = torch.where(n < g, residual(p_n, q_n), p_n)
-    x = sample(law, generator)
-    total = p.sum() + q.sum()
-    n, x, total = torch.stack((n.double(), x.double(), total.double())).tolist()  # one synchronisation
-    if not math.isfinite(total):
-        raise ValueError("the laws p or q hold NaN: no token can be drawn from them")
-    return int(n), int(x)
-
-
-def widened(probs: Tensor, width: int) -> Tensor:
-    """[..., V] -> [..., width] in float32 or better, zeros at the end."""
-    probs = probs if probs.dtype == torch.float64 else probs.float()
-    return probs if probs.shape[-1] == width else torch.nn.functional.pad(probs, (0, width - probs.shape[-1]))
+        return tokens.new_zeros(()), sample(p, generator)[0]
+    width = max(p.shape[1], q.shape[1])
+    p, q = p.widened(width), q.widened(width)
+    # Accept x with probability min(1, p(x) / q(x)): r < p / q without dividing by zero. In float64, since
+    # the 24 random bits of a float32 would accept the rare tokens too often.
+    r = torch.rand(g, dtype=torch.float64, device=tokens.device, generator=generator)
+    n = (r * q.of(tokens) < p[:g].of(tokens)).long().cumprod(0).sum()
+    # The first rejected position draws from the residual; a full acceptance from the last row of p, from which
+    # nothing is subtracted.
+    q_n = q.row(n.clamp(max=g - 1)) * (n < g)
+    return n, sample(residual(p.row(n), q_n), generator)
 
 
 @dataclass
@@ -63,25 +64,39 @@ class Proposal:
     """What a drafter offers: tokens [g] and the laws q [g, V] they were drawn from."""
 
     tokens: LongTensor
-    q: Tensor
+    q: Tensor | Laws
 
 
 def draft_and_verify(model: CachedModel, drafter: "Drafter", ids: LongTensor, room: int, width: int,
-                     params: SamplingParams, generator) -> tuple[Round, LongTensor, Tensor]:
+                     params: SamplingParams, generator) -> tuple[Round, LongTensor, Laws]:
     """One round after the prefix `ids` [n]: at most room - 1 proposals, then the model's own token.
 
     Returns the round, its m = n_accepted + 1 new ids [m], each an exact sample of the model's law, and those
-    laws [m, width]. Both caches are left holding what was accepted.
+    laws [m, width]. Both caches are left holding what was accepted. Raises ValueError that names the model and
+    the position where logits were NaN.
     """
     proposal = drafter.propose(ids, room - 1)
-    g = proposal.tokens.shape[0]
-    p = model.law(torch.cat((ids, proposal.tokens)), params, keep=g + 1, width=width)
-    n, x = verify(p, proposal.q, proposal.tokens, generator)
-    kept = ids.shape[0] + n  # x itself has been fed to nobody yet
+    tokens, q = proposal.tokens, laws_of(proposal.q)
+    g = tokens.shape[0]
+    p = model.laws(torch.cat((ids, tokens)), params, keep=g + 1, width=width)
+    n, x = judge(p, q, tokens, generator)
+    # All that the host needs to know of the round, in one synchronisation.
+    told = torch.cat((torch.stack((n, x)), tokens, p.lawful(), q.lawful())).tolist()
+    if not all(told[g + 2 :]):
+        blame(p, model.name, q, drafter.name, ids.shape[0] - 1)
+    accepted = told[0]
+    kept = ids.shape[0] + accepted  # x itself has been fed to nobody yet
     model.rollback(kept)
-    round = Round(proposed=g, accepted=n, emitted=n + 1)
+    round = Round(g, accepted, emitted=accepted + 1, tokens=[*told[2 : accepted + 2], told[1]])
     drafter.keep(kept, round)
-    return round, torch.cat((proposal.tokens[:n], proposal.tokens.new_tensor([x]))), p[: n + 1]
+    return round, torch.cat((tokens[:accepted], x[None])), p[: accepted + 1]
+
+
+def blame(p: Laws, model: str, q: Laws, drafter: str, position: int) -> None:
+    """Raises the ValueError of the first row that is no law; of q's before p's, as tokens were drawn from it."""
+    for i in range(p.shape[0]):
+        check_laws(q[i : i + 1], drafter, position + i)
+        check_laws(p[i : i + 1], model, position + i)
 
 
 # --------------------------------------------------------------------------------------------------- drafters
@@ -125,8 +140,11 @@ class Drafter:
         """The counts of every level below the target, smallest first."""
         return [self.level]
 
-    def proposal(self, tokens: LongTensor, q: list[Tensor]) -> Proposal:
-        return Proposal(tokens, torch.cat(q) if q else torch.empty(0, self.width, device=self.device))
+    def proposal(self, tokens: LongTensor, q: list[Tensor | Laws]) -> Proposal:
+        """q: one or more laws of one kind, whose rows together are those of the tokens; none for no tokens."""
+        if not q:
+            return Proposal(tokens, OneHot(tokens, self.width))
+        return Proposal(tokens, torch.cat(q) if isinstance(q[0], Tensor) else q[0].joined(q))
 
 
 class ModelDrafter(Drafter):
@@ -146,12 +164,12 @@ class ModelDrafter(Drafter):
         limit = min(limit, self.gamma.propose(), draft_room(self.model, n))
         q = []
         while len(q) < limit:
-            row = self.model.law(ids, self.params, width=self.width).to(self.device)
-            x = sample(row, self.generator)
-            ids, q = torch.cat((ids, x)), [*q, row]
+            law = self.model.laws(ids, self.params, width=self.width).to(self.device)
+            x = sample(law, self.generator)  # on the device: the next step is not waited for
+            ids, q = torch.cat((ids, x)), [*q, law]
             # A controller may stop because of a token that was drawn, but that token stays in the proposal:
             # throwing it away would bend the law.
-            if self.gamma.looks_at_tokens and self.gamma.stop(float(row[0, x])):
+            if self.gamma.looks_at_tokens and self.gamma.stop(float(law.of(x))):
                 break
         return self.proposal(ids[n:], q)
 
@@ -220,24 +238,57 @@ class NGramDrafter(Drafter):
             raise ValueError(f"1 <= min_ngram <= max_ngram is needed, got {min_ngram} and {max_ngram}")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def propose(self, ids, limit):
-        limit = min(limit, self.gamma.propose())
-        start = self.match(ids) if limit > 0 else None
-        if start is None:
-            return self.proposal(ids[:0], [])
-        period = ids.shape[0] - start
-        tokens = ids[start + torch.arange(limit, device=ids.device) % period]
-        return self.proposal(tokens, [torch.nn.functional.one_hot(tokens, self.width).float()])
+    def begin(self, target, params, generator):
+        super().begin(target, params, generator)
+        self.text = b""  # the sequence on the host, ID_BYTES bytes an id: bytes are searched fast
 
-    def match(self, ids: LongTensor) -> int | None:
+    def propose(self, ids, limit):
+        self.read(ids)
+        tokens = self.continuation(min(limit, self.gamma.propose()))
+        if not tokens:
+            return self.proposal(ids[:0], [])
+        tokens = torch.tensor(tokens, device=ids.device)
+        return self.proposal(tokens, [OneHot(tokens, self.width)])
+
+    def read(self, ids: LongTensor) -> None:
+        """Fetch what was not told of the sequence `ids` [n]: the prompt, and what another one decided."""
+        if len(self.text) < ID_BYTES * ids.shape[0]:
+            self.text += as_bytes(ids[len(self.text) // ID_BYTES :].tolist())
+
+    def continuation(self, limit: int) -> list[int]:
+        """At most `limit` tokens to follow the text; none without a match."""
+        start = self.match() if limit > 0 else None
+        if start is None:
+            return []
+        period = array(ID_TYPE, self.text[ID_BYTES * start :])
+        return [period[i % len(period)] for i in range(limit)]
+
+    def match(self) -> int | None:
         """The index just behind the latest earlier occurrence of the longest matching suffix, or None."""
-        n = ids.shape[0]
+        n = len(self.text) // ID_BYTES
         for size in range(min(self.max_ngram, n - 1), self.min_ngram - 1, -1):
-            windows = ids[:-1].unfold(0, size, 1)  # every occurrence that ends before the last token
-            found = (windows == ids[n - size :]).all(dim=1).nonzero()
-            if found.numel():
-                return int(found[-1, 0]) + size
+            suffix = self.text[-ID_BYTES * size :]
+            at = self.text.rfind(suffix, 0, -ID_BYTES)  # it ends before the last token
+            while at > 0 and at % ID_BYTES:  # bytes of two ids
+                at = self.text.rfind(suffix, 0, at + len(suffix) - 1)
+            if at >= 0:
+                return at // ID_BYTES + size
         return None
+
+    def keep(self, length, round):
+        super().keep(length, round)
+        self.text = self.text[: ID_BYTES * (length - round.accepted)] + as_bytes(round.tokens)
+
+    def rollback(self, length):
+        self.text = self.text[: ID_BYTES * length]
+
+
+ID_TYPE = "i"  # of an array of ids
+ID_BYTES = array(ID_TYPE).itemsize
+
+
+def as_bytes(ids: list[int]) -> bytes:
+    return array(ID_TYPE, ids).tobytes()
 
 
 def draft_room(model: CachedModel, n: int) -> int:

@@ -55,8 +55,8 @@ class SamplingParams:
         return norm_logits(logits, self.temperature, self.top_k, self.top_p)
 
     def laws(self, logits: Tensor) -> "Laws":
-        """The same laws for the inner loop: [n, V] logits, which may be overwritten, -> n laws. Greedy ones are a
-        OneHot. Nothing waits for the device, so nothing is raised: see `lawful`."""
+        """The same laws in the form in which they cost least: [n, V] logits, which may be overwritten, -> n laws.
+        Nothing waits for the device, so nothing is raised: see their `lawful`."""
         if self.temperature == 0:
             return greedy_laws(logits)
         return softened(logits.float().clamp_(max=FINITE), self.temperature, self.top_k, self.top_p)
@@ -82,18 +82,96 @@ class OneHot:
     def to(self, device) -> "OneHot":
         return OneHot(self.ids.to(device), self.shape[1])
 
+    def widened(self, width: int) -> "OneHot":
+        """The same laws over at least as many ids."""
+        return OneHot(self.ids, width)
+
     def dense(self) -> Tensor:
-        """[n, V] float32."""
+        """[n, V] float32 probabilities."""
         probs = torch.zeros(self.shape, device=self.ids.device)
-        return probs.scatter_(-1, self.ids[:, None], 1.0)
+        return probs.scatter_(-1, self.ids.clamp(min=0)[:, None], 1.0)
+
+    def row(self, i: LongTensor) -> Tensor:
+        """Row i, an index on the device []: [V] probabilities."""
+        return OneHot(self.ids.index_select(0, i[None]), self.shape[1]).dense()[0]
+
+    def of(self, tokens: LongTensor) -> Tensor:
+        """The probability that row i gives tokens[i]: [n]."""
+        return (self.ids == tokens).double()
+
+    def lawful(self) -> Tensor:
+        """Of each row, whether it is a law: [n] bool, on the device."""
+        return self.ids >= 0
+
+    def sample(self, generator=None) -> LongTensor:
+        return self.ids.clamp(min=0)
+
+    @staticmethod
+    def joined(laws: list["OneHot"]) -> "OneHot":
+        return OneHot(torch.cat([law.ids for law in laws]), laws[0].shape[1])
 
 
-Laws = Tensor | OneHot  # n laws over V ids: [n, V] probabilities, or their short form
+class Weights:
+    """n laws as weights [n, V], which are the probabilities but for a factor of each row; a row without a law is NaN.
+    It is what softmax yields: over 50,000 ids its sum misses 1 by up to 3e-5, having been added up with few
+    accumulators, and dividing all of a row by a better sum costs more than dividing the few numbers that are needed.
+
+    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one.
+    """
+
+    def __init__(self, weights: Tensor, sums: Tensor | None = None):
+        self.weights, self.shape = weights, weights.shape
+        self.sums = in_blocks(weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64) if sums is None else sums
+
+    def __getitem__(self, rows: slice) -> "Weights":
+        return Weights(self.weights[rows], self.sums[rows])
+
+    def to(self, device) -> "Weights":
+        return Weights(self.weights.to(device), self.sums.to(device))
+
+    def widened(self, width: int) -> "Weights":
+        more = width - self.shape[1]
+        return Weights(torch.nn.functional.pad(self.weights, (0, more)), self.sums) if more else self
+
+    def dense(self) -> Tensor:
+        """[n, V] probabilities of the weights' dtype."""
+        return self.weights / self.sums[:, -1:].to(self.weights.dtype)
+
+    def row(self, i: LongTensor) -> Tensor:
+        return Weights(self.weights.index_select(0, i[None]), self.sums.index_select(0, i[None])).dense()[0]
+
+    def of(self, tokens: LongTensor) -> Tensor:
+        return (self.weights.gather(-1, tokens[:, None]) / self.sums[:, -1:])[:, 0]
+
+    def lawful(self) -> Tensor:
+        return self.sums[:, -1].isfinite()
+
+    def sample(self, generator=None) -> LongTensor:
+        """[n] ids, by inversion: the first block whose cumulative weight exceeds u, and in it the first id whose
+        cumulative weight exceeds v, u and v uniform below what each is compared with.
+
+        In float64, since a float32 sum over 50,000 ids, or 24 random bits, would bend the law of the rare tokens.
+        """
+        u = torch.rand((self.shape[0], 2), dtype=torch.float64, device=self.sums.device, generator=generator)
+        block = torch.searchsorted(self.sums, u[:, :1] * self.sums[:, -1:], right=True)
+        block.clamp_(max=self.sums.shape[1] - 1)  # in a row of NaN, some id
+        sums = picked(in_blocks(self.weights, 0.0), block).cumsum(dim=-1, dtype=torch.float64)
+        place = torch.searchsorted(sums, u[:, 1:] * sums[:, -1:], right=True)
+        return place.add_(block, alpha=BLOCK).clamp_(max=self.shape[1] - 1)[:, 0]
+
+    @staticmethod
+    def joined(laws: list["Weights"]) -> "Weights":
+        return Weights(torch.cat([law.weights for law in laws]), torch.cat([law.sums for law in laws]))
 
 
-def lawful(laws: Laws) -> Tensor:
-    """Whether every row is a law: a bool on the device, [] (one row of NaN, or an id of -1, is none)."""
-    return (laws.ids >= 0).all() if isinstance(laws, OneHot) else laws.sum().isfinite()
+Laws = OneHot | Weights
+
+
+def laws_of(probs: Tensor | Laws) -> Laws:
+    """[n, V] probabilities as Laws, which stay what they are."""
+    if isinstance(probs, Tensor):
+        return Weights(probs if probs.dtype == torch.float64 else probs.float())
+    return probs
 
 
 def check_laws(laws: Laws, name: str, position: int) -> None:
@@ -101,30 +179,24 @@ def check_laws(laws: Laws, name: str, position: int) -> None:
 
     position: of the token after which the first row stands, counted from 0.
     """
-    bad = laws.ids < 0 if isinstance(laws, OneHot) else ~laws.sum(dim=-1).isfinite()
-    if bool(bad.any()):
-        raise ValueError(f"{name}, position {position + int(bad.long().argmax())}: {NO_LAW}")
+    lawful = laws.lawful().tolist()
+    if not all(lawful):
+        raise ValueError(f"{name}, position {position + lawful.index(False)}: {NO_LAW}")
 
 
-def prob_of(laws: Laws, tokens: LongTensor) -> Tensor:
-    """The probability that row i gives tokens[i]: [n]."""
-    if isinstance(laws, OneHot):
-        return (laws.ids == tokens).float()
-    return laws.gather(-1, tokens[:, None])[:, 0]
+def in_blocks(rows: Tensor, fill: float) -> Tensor:
+    """[n, V] -> [n, V / BLOCK, BLOCK]; what the last block lacks is `fill`."""
+    n, width = rows.shape
+    spare = -width % BLOCK
+    rows = torch.nn.functional.pad(rows, (0, spare), value=fill) if spare else rows
+    return rows.view(n, (width + spare) // BLOCK, BLOCK)
 
 
-def row_of(laws: Laws, i: Tensor) -> Tensor:
-    """Row i, an index on the device []: [V] probabilities."""
-    if isinstance(laws, OneHot):
-        return OneHot(laws.ids.clamp(min=0).index_select(0, i[None]), laws.shape[1]).dense()[0]
-    return laws.index_select(0, i[None])[0]
-
-
-def joined(laws: list[Laws]) -> Laws:
-    """The rows of several laws of one kind and width."""
-    if isinstance(laws[0], OneHot):
-        return OneHot(torch.cat([law.ids for law in laws]), laws[0].shape[1])
-    return torch.cat(laws)
+def picked(blocks: Tensor, i: LongTensor) -> Tensor:
+    """Block i of each row: [n, b, BLOCK], [n, 1] -> [n, BLOCK]."""
+    n, b, _ = blocks.shape
+    at = i[:, 0] if n == 1 else i[:, 0] + torch.arange(0, n * b, b, device=i.device)
+    return blocks.flatten(0, 1).index_select(0, at)
 
 
 NO_LAW = "logits hold NaN, or a row of nothing but -inf: no token can be drawn from them"
@@ -182,76 +254,40 @@ def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
     special case anywhere else. Raises ValueError where a row has NaN or nothing but -inf; +inf takes all.
     """
     check_sampling(temperature, top_k, top_p)
-    if temperature == 0:
-        laws = greedy_laws(logits.reshape(-1, logits.shape[-1]))
-    else:
-        laws = softened(logits.float().clamp(max=FINITE), temperature, top_k, top_p)
-    if not bool(lawful(laws)):
+    rows = logits.reshape(-1, logits.shape[-1])
+    laws = greedy_laws(rows) if temperature == 0 else softened(rows.float().clamp(max=FINITE), temperature, top_k, top_p)
+    if not bool(laws.lawful().all()):
         raise ValueError(NO_LAW)
-    return laws.dense().view(logits.shape) if isinstance(laws, OneHot) else laws
+    return laws.dense().view(logits.shape)
 
 
 def greedy_laws(logits: Tensor) -> OneHot:
-    """One-hot at the largest logit of each row, the lowest id among equals: [n, V] -> n laws, unchecked."""
-    # Largest of each block, block of the largest, place in that block: on a CPU, argmax over a whole row takes five
-    # times as long. All three carry NaN along.
+    """One-hot at the largest logit of each row, the lowest id among equals: [n, V] -> n laws."""
+    # The largest of each block, the block of the largest, its place there: over all rows of a verification argmax
+    # takes six times as long on a CPU. All three carry NaN along.
     blocks = in_blocks(logits, float("-inf"))
-    top, block = blocks.amax(dim=-1).max(dim=-1)
-    ids = block * BLOCK + picked(blocks, block[..., None]).argmax(dim=-1)
-    return OneHot(torch.where(top > float("-inf"), ids, -1), logits.shape[-1])
+    top, block = blocks.amax(dim=-1).max(dim=-1, keepdim=True)
+    ids = picked(blocks, block).argmax(dim=-1, keepdim=True).add_(block, alpha=BLOCK)
+    return OneHot(torch.where(top > float("-inf"), ids, -1)[:, 0], logits.shape[1])
 
 
-def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """[..., V] float32 logits, none of them +inf -> [..., V] probabilities, unchecked: a row without a law is NaN."""
+def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Weights:
+    """[n, V] float32 logits, none of them +inf -> n laws."""
     if temperature != 1 or top_k or top_p < 1:
         # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow; outside float32's
         # range it would be 0 or infinity. amax carries NaN along, which top-k might cut away.
         logits = logits - logits.amax(dim=-1, keepdim=True)
         logits = top_k_top_p_filter(logits.div_(min(max(temperature, 1e-37), 1e37)), top_k, top_p)
-    probs = logits.softmax(dim=-1)
-    # softmax sums a row with few accumulators: over 50,000 ids it misses 1 by up to 3e-5. sum() adds pairwise.
-    return probs.div_(probs.sum(dim=-1, keepdim=True))
+    return Weights(logits.softmax(dim=-1))
 
 
-def in_blocks(rows: Tensor, fill: float) -> Tensor:
-    """[..., V] -> [..., V / BLOCK, BLOCK]; what the last block lacks is `fill`."""
-    spare = -rows.shape[-1] % BLOCK
-    rows = torch.nn.functional.pad(rows, (0, spare), value=fill) if spare else rows
-    return rows.unflatten(-1, (-1, BLOCK))
-
-
-def picked(blocks: Tensor, i: LongTensor) -> Tensor:
-    """Block i of each row: [..., b, BLOCK], [..., 1] -> [..., BLOCK]."""
-    return blocks.gather(-2, i[..., None].expand(*i.shape, BLOCK)).squeeze(-2)
-
-
-def sample(probs: Laws, generator: torch.Generator | None = None) -> LongTensor:
-    """Draw one id a row: [..., V] probabilities -> [...] ids. A token of probability 0 is never drawn.
-
-    Inversion: the first id whose cumulative probability exceeds u ~ U[0, 1), first among blocks of ids, then in the
-    block. In float64, since a float32 sum over 50,000 ids, or 24 random bits, would bend the law of the rare
-    tokens. Zero columns at the end (a padded vocabulary) do not change what a seed draws. A row of NaN, which the
-    caller has to notice, yields some id.
-    """
-    if isinstance(probs, OneHot):
-        return probs.ids.clamp(min=0)
-    blocks = in_blocks(probs, 0.0)
-    mass = blocks.sum(dim=-1, dtype=torch.float64)
-    cdf = mass.cumsum(dim=-1)
-    total = cdf[..., -1:]
-    u = torch.rand(total.shape, dtype=torch.float64, device=probs.device, generator=generator) * total
-    block = invert(cdf, u)
-    u = u - (cdf - mass).gather(-1, block)  # what is left of u within the block
-    place = invert(picked(blocks, block).double().cumsum(dim=-1), u)
-    return (block * BLOCK + place).clamp_(max=probs.shape[-1] - 1).squeeze(-1)
-
-
-def invert(cdf: Tensor, u: Tensor) -> LongTensor:
-    """The first index whose cumulative weight exceeds u, and so has a weight: [..., n], [..., 1] -> [..., 1]."""
-    total = cdf[..., -1:].contiguous()
-    # Rounding may take u out of [0, total), where no index has a weight.
-    u = torch.minimum(u.clamp(min=0), torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, u, right=True).clamp_(max=cdf.shape[-1] - 1)
+def sample(probs: Tensor | Laws, generator: torch.Generator | None = None) -> LongTensor:
+    """Draw one id a row: [..., V] probabilities -> [...] ids; n laws -> [n] ids. A token of probability 0 is never
+    drawn. Zero columns at the end (a padded vocabulary) do not change what a seed draws. A row of NaN, which the
+    caller has to notice, yields some id."""
+    if isinstance(probs, Tensor):
+        return laws_of(probs.reshape(-1, probs.shape[-1])).sample(generator).view(probs.shape[:-1])
+    return probs.sample(generator)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

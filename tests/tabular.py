@@ -13,6 +13,7 @@ import torch
 
 import regrSampling
 import specSampling
+from utils import OneHot
 
 
 class TableModel(torch.nn.Module):
@@ -127,30 +128,33 @@ def law_of(run):
 def law_of_decoder(monkeypatch, decode):
     """{new tokens: probability} of `decode()`, a call of a decoder, over everything that it draws.
 
-    `sample` becomes a choice among the tokens; the uniforms of `verify` become one value below or one above
-    p(x) / q(x), with the probability of each side. `verify` itself is the one under test.
+    `sample` becomes a choice among the tokens; the uniforms of `judge`, which is `verify` on the device, become one
+    value below or one above p(x) / q(x), with the probability of each side. `judge` itself is the one under test.
     """
     state = SimpleNamespace(choose=None, uniforms=None)
 
     def sample(probs, generator=None):
+        if not isinstance(probs, torch.Tensor):
+            probs = probs.dense()
         rows = probs.double().reshape(-1, probs.shape[-1]).tolist()
         return torch.tensor([state.choose(row) for row in rows]).reshape(probs.shape[:-1])
 
     def uniforms(p, q, tokens):
-        for i, x in enumerate(tokens.tolist()):
-            p_x = float(p[i, x]) if x < p.shape[-1] else 0.0
-            a = min(1.0, p_x / float(q[i, x]))
+        width = max(p.shape[1], q.shape[1])
+        of_x = p.widened(width)[: len(tokens)].of(tokens), q.widened(width).of(tokens)
+        for i, (p_x, q_x) in enumerate(zip(*(of.tolist() for of in of_x))):
+            a = min(1.0, p_x / q_x)
             rejected = state.choose([a, 1 - a])
             yield (1 + a) / 2 if rejected else a / 2
             if rejected:  # what stands behind is not looked at
                 yield from [0.5] * (len(tokens) - i - 1)
                 return
 
-    verify = specSampling.verify
+    judge = specSampling.judge
 
-    def verify_in_all_ways(p, q, tokens, generator=None):
-        state.uniforms = list(uniforms(p, q, tokens))
-        return verify(p, q, tokens, generator)
+    def judge_in_all_ways(p, q, tokens, generator=None):
+        state.uniforms = [] if isinstance(p, OneHot) else list(uniforms(p, q, tokens))
+        return judge(p, q, tokens, generator)
 
     def rand(*size, device=None, generator=None, dtype=torch.float32):
         assert len(state.uniforms) == math.prod(size)
@@ -163,7 +167,7 @@ def law_of_decoder(monkeypatch, decode):
     with monkeypatch.context() as patch:
         patch.setattr(specSampling, "sample", sample)
         patch.setattr(regrSampling, "sample", sample)
-        patch.setattr(specSampling, "verify", verify_in_all_ways)
+        patch.setattr(specSampling, "judge", judge_in_all_ways)
         patch.setattr(torch, "rand", rand)
         return law_of(run)
 

@@ -14,10 +14,10 @@ import specSampling
 from cachedModel import CachedModel
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
-                          NGramDrafter, StageDrafter, drafted_sampling, speculative_sampling,
+                          NGramDrafter, StageDrafter, drafted_sampling, judge, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi, verify)
 from tabular import TableModel, chi_square_p, distance, law_of_decoder, law_of_sequences, table
-from utils import SamplingParams
+from utils import SamplingParams, laws_of
 
 EXACT = 1e-6  # float32 laws against float64 ones
 
@@ -40,8 +40,8 @@ def law_of_verify(monkeypatch, p_chain, q_chain, g, width_q=None, verify=verify)
     seen, laws = defaultdict(float), []
 
     def sample(law, generator=None):
-        laws.append(law.clone())
-        return law.argmax()
+        laws.append(law.clone() if isinstance(law, torch.Tensor) else law.dense()[0])
+        return law.argmax() if isinstance(law, torch.Tensor) else torch.zeros(1, dtype=torch.long)
 
     cell = None
     monkeypatch.setattr(specSampling, "sample", sample)
@@ -95,22 +95,25 @@ def test_verify_with_a_one_hot_draft(monkeypatch):
 
 
 def accepts_too_much(p, q, tokens, generator=None):
-    return verify(torch.cat((p[:-1] * 2, p[-1:])), q, tokens, generator)
+    q = laws_of(q)
+    q.of = lambda tokens: type(q).of(q, tokens) / 2
+    return judge(laws_of(p), q, tokens, generator)
 
 
 def draws_the_rejected_from_p(p, q, tokens, generator=None):
-    n, x = verify(p, q, tokens, generator)
-    return (n, x) if n == len(tokens) else (n, int(specSampling.sample(p[n], generator)))
+    n, x = judge(laws_of(p), laws_of(q), tokens, generator)
+    return (n, x) if n == len(tokens) else (n, specSampling.sample(laws_of(p).row(n), generator))
 
 
 def takes_the_bonus_from_the_row_before(p, q, tokens, generator=None):
-    return verify(torch.cat((p[:-1], p[-2:-1])) if len(tokens) else p, q, tokens, generator)
+    p = laws_of(p)
+    return judge(p.joined([p[:-1], p[-2:-1]]) if len(tokens) else p, laws_of(q), tokens, generator)
 
 
-BROKEN_VERIFY = [accepts_too_much, takes_the_bonus_from_the_row_before]
+BROKEN_JUDGE = [accepts_too_much, takes_the_bonus_from_the_row_before]
 
 
-@pytest.mark.parametrize("broken", BROKEN_VERIFY)
+@pytest.mark.parametrize("broken", BROKEN_JUDGE)
 def test_the_grid_detects_a_broken_verify(monkeypatch, broken):
     law = law_of_verify(monkeypatch, P["other"], Q, 2, verify=broken)
     assert distance(law, law_of_chain(P["other"], 3)) > 1e-2
@@ -139,7 +142,7 @@ def draws_of_verify(verify, n=20_000):
     spare = torch.multinomial(p[1], n, replacement=True, generator=generator).tolist()
     counts = Counter()
     for tokens, second in zip(drafted.T, spare):
-        k, x = verify(p, q, tokens, generator)
+        k, x = map(int, verify(p, q, tokens, generator))
         emitted = [*tokens[:k].tolist(), x]
         counts[tuple(emitted[:2]) if k else (x, second)] += 1
     expected = {(a, b): float(p[0, a] * p[1, b]) for a in range(4) for b in range(4)}
@@ -375,7 +378,7 @@ class ThrowsDrawnTokensAway(ModelDrafter):
     def propose(self, ids, limit):
         proposal = super().propose(ids, limit)
         g = len(proposal.tokens)
-        if g and self.gamma.stop(float(proposal.q[-1, proposal.tokens[-1]])):
+        if g and self.gamma.stop(float(proposal.q.of(proposal.tokens)[-1])):
             proposal = specSampling.Proposal(proposal.tokens[: g - 1], proposal.q[: g - 1])
         return proposal
 
@@ -425,10 +428,10 @@ def test_the_enumeration_detects_a_broken_drafter(gap, name):
     assert gap(drafted_sampling, target, BROKEN_DRAFTERS[name](drafts), temperature=0.5) > 1e-3
 
 
-@pytest.mark.parametrize("broken", [*BROKEN_VERIFY, draws_the_rejected_from_p])
+@pytest.mark.parametrize("broken", [*BROKEN_JUDGE, draws_the_rejected_from_p])
 def test_the_enumeration_detects_a_broken_verify(monkeypatch, gap, broken):
     target, drafts = models()
-    monkeypatch.setattr(specSampling, "verify", broken)
+    monkeypatch.setattr(specSampling, "judge", broken)
     assert gap(speculative_sampling, target, drafts[0], 2) > 1e-3
 
 
@@ -480,5 +483,5 @@ def test_seeded_generations_follow_the_law(name):
 
 @pytest.mark.parametrize("broken", [accepts_too_much, draws_the_rejected_from_p])
 def test_seeded_generations_detect_a_broken_verify(monkeypatch, broken):
-    monkeypatch.setattr(specSampling, "verify", broken)
+    monkeypatch.setattr(specSampling, "judge", broken)
     assert p_value("speculative", 1500) < 1e-9

@@ -206,15 +206,30 @@ def test_a_token_of_probability_0_is_never_drawn(weights, seed):
     assert bool((probs[drawn] > 0).all())
 
 
-@pytest.mark.parametrize("rare", [1, 50_000, 99_999])
+def edge(below):
+    """Where `below` turns from true to false on [0, 1), by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("rare", [1, 127, 128, 50_000, 99_999])
 def test_rare_tokens_of_a_wide_vocabulary_keep_their_share(monkeypatch, rare):
-    """In a float32 sum, 5e-9 is lost beside a mass near 1, and 24 random bits would never meet it."""
+    """The share of the two uniforms for which it is drawn. In a float32 sum, 5e-9 is lost beside a mass near 1, and
+    24 random bits would never meet it."""
     probs = torch.full((100_000,), 5e-9)
     probs[0] = 1 - 99_999 * 5e-9
-    cdf = np.cumsum(probs.numpy().astype(np.float64))
-    u = (cdf[rare - 1] + cdf[rare]) / 2 / cdf[-1]
-    monkeypatch.setattr(torch, "rand", lambda shape, dtype=None, **kw: torch.full(shape, u, dtype=dtype))
-    assert int(sample(probs)) == rare
+
+    def drawn(u, v):
+        monkeypatch.setattr(torch, "rand", lambda shape, dtype=None, **kw: torch.tensor([[u, v]], dtype=dtype))
+        return int(sample(probs))
+
+    u_end = edge(lambda u: drawn(u, 0.0) <= rare)
+    v_start, v_end = edge(lambda v: drawn(u_end, v) < rare), edge(lambda v: drawn(u_end, v) <= rare)
+    u_start = edge(lambda u: drawn(u, (v_start + v_end) / 2) < rare)
+    assert (u_end - u_start) * (v_end - v_start) == pytest.approx(5e-9, rel=1e-6)
 
 
 @exact
