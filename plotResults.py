@@ -340,8 +340,10 @@ def sheet(title: str, note: str, panels: list[Panel], shape: tuple, height: floa
     return figure, axes
 
 
-def three_abreast(panels: list[Panel]) -> tuple:
-    return math.ceil(len(panels) / 3), min(3, len(panels))
+def abreast(panels: list[Panel], most: int) -> tuple:
+    """As few lines as do with `most` columns, and as few columns as do with these lines."""
+    lines = math.ceil(len(panels) / most)
+    return lines, math.ceil(len(panels) / lines)
 
 
 def footer(rows: list[dict]) -> list[str]:
@@ -433,12 +435,12 @@ def draw_tpot(panels: list[Panel]) -> Figure:
     laws = {line.name: f" ({line.note})" for line in lines if line.note}
     figure, axes = sheet("Time per output token, by method", "the median and its 95% interval. grey: the target alone; "
                          "orange: other projects' decoders; pale: another law than the target's", panels,
-                         three_abreast(panels), 0.25 * len(order) + 0.1, left=1.65, right=0.3, gap=0.3, sharey=True)
+                         abreast(panels, 4), 0.25 * len(order) + 0.1, left=1.65, right=0.3, gap=0.3, sharey=True)
     limit = 1.18 * max(line.intervals[0][1] if line.intervals[0] else line.y[0] for line in lines)
     for ax, panel in zip(axes, panels):
         for line, row in zip(panel.lines, panel.rows):
             draw_bar(ax, order.index(line.name), line, row, limit)
-        ax.set(title=panel.title, xlim=(0, limit), ylim=(-0.6, len(order) - 0.4), xlabel="TPOT, ms")
+        ax.set(title=short(panel.title), xlim=(0, limit), ylim=(-0.6, len(order) - 0.4), xlabel="TPOT, ms")
         ax.set_yticks(range(len(order)), [name + laws.get(name, "") for name in order])
         ax.tick_params(axis="y", length=0)
     for ax in axes[len(panels):]:
@@ -488,7 +490,7 @@ def draw_gammas(panels: list[Panel]) -> Figure:
         ax.text(1, 1.05, line.note, transform=ax.transAxes, ha="right", fontsize=7.5, color="0.45")
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
         if i < len(panels):
-            ax.set_title(panel.title, pad=16)
+            ax.set_title(short(panel.title), pad=16)
         if i % len(panels) == 0:
             ax.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
         if i >= len(axes) - len(panels):
@@ -499,7 +501,7 @@ def draw_gammas(panels: list[Panel]) -> Figure:
 def draw_acceptance(panels: list[Panel]) -> Figure:
     figure, axes = sheet("Acceptance by position in the round", "accepted / judged, at positions where "
                          f"{MIN_JUDGED} or more were judged; the area of a dot: how many", panels,
-                         three_abreast(panels), 2.9, gap=1.3, right=1.3, sharey=True)
+                         abreast(panels, 3), 2.9, gap=1.3, right=1.3, sharey=True)
     methods = list(dict.fromkeys(method_of(row) for panel in panels for row in panel.rows))
     for ax, panel in zip(axes, panels):
         most = max(n for line in panel.lines for n in line.counts)
@@ -507,7 +509,7 @@ def draw_acceptance(panels: list[Panel]) -> Figure:
         for line, colour in zip(panel.lines, colours):
             ax.plot(line.x, line.y, color=colour, linewidth=0.9, alpha=0.6)
             ax.scatter(line.x, line.y, [4 + 70 * n / most for n in line.counts], color=colour, linewidth=0)
-        ax.set(title=panel.title, xlabel="position in the round", ylim=(0, 1.03))
+        ax.set(title=short(panel.title), xlabel="position in the round", ylim=(0, 1.03))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         name_ends(ax, [(line.y[-1], line.name, colour) for line, colour in zip(panel.lines, colours)])

@@ -56,9 +56,9 @@ def judged(method, judged, accepted, **fields):
 
 
 def everything():
-    """Rows for all five pictures: three texts, names of every length, more lines than colours."""
+    """Rows for all five pictures: four texts, names of every length, more lines than colours."""
     rows = []
-    for text in ("wikitext", "pg19", "a_prompt_file_with_a_long_name.jsonl"):
+    for text in ("wikitext", "pg19", "gsm8k_train_2000.jsonl", "a_prompt_file_with_a_long_name.jsonl"):
         rows += [spec(g, 1 + g / 10 + len(text) / 100, text=text, proposed_at=[90, 60, 40], accepted_at=[60, 40, 39])
                  for g in (1, 2, 4, 8)]
         rows += [dynamic(name, [4, 5, 6, 3, 0, 1], text=text, proposed_at=[99, 50], accepted_at=[50, 25])
@@ -234,10 +234,15 @@ def test_bars_are_as_long_as_the_times_and_the_fastest_is_on_top():
         assert [[39.0, 42.0 + shift], [1, 1]] in [[list(x.get_xdata()), list(x.get_ydata())] for x in ax.lines]
 
 
-def test_four_texts_take_two_lines():
-    rows = [judged("spec", [50, 40], [25, 10], text=str(i)) for i in range(4)]
-    for panels, draw in ((tpot_panels(rows), draw_tpot), (acceptance_panels(rows), draw_acceptance)):
-        assert [ax.get_title() for ax in draw(panels).axes] == ["0", "1", "2", "3"]
+@pytest.mark.parametrize("texts, tpot, acceptance", [(1, (1, 1), (1, 1)), (3, (1, 3), (1, 3)), (4, (1, 4), (2, 2)),
+                                                     (5, (2, 3), (2, 3))])
+def test_texts_stand_side_by_side_as_far_as_there_is_room(texts, tpot, acceptance):
+    names = [f"text {i}" for i in range(texts)]
+    rows = [judged("spec", [50, 40], [25, 10], text=name) for name in names]
+    for axes, shape in ((draw_tpot(tpot_panels(rows)).axes, tpot),
+                        (draw_acceptance(acceptance_panels(rows)).axes, acceptance)):
+        assert [ax.get_title() for ax in axes] == names
+        assert (len({ax.get_position().y0 for ax in axes}), len({ax.get_position().x0 for ax in axes})) == shape
 
 
 # ------------------------------------------------------------------------------------- costs
@@ -352,7 +357,7 @@ def test_nothing_is_cut_off_and_no_names_overlap(name):
         figure = draw(panels)
         figure.draw_without_rendering()
     canvas = figure.bbox
-    texts = [t for ax in figure.axes for t in ax.texts] + figure.texts
+    texts = [t for ax in figure.axes for t in (*ax.texts, ax._left_title)] + figure.texts
     ticks = [t for ax in figure.axes for t in ax.get_yticklabels() if t.get_visible() and t.get_text()]
     for text in texts + ticks:
         box = text.get_window_extent()
