@@ -219,7 +219,7 @@ def test_step_times_are_medians_in_the_order_of_the_widths(monkeypatch):
     """A clock that takes 10 s for each token fed, 1000 s in the first turn, which only warms up."""
     model, fed = watched(tiny_model("llama"))
     monkeypatch.setattr(costModel, "clock", lambda device: sum(fed) * (10.0 if len(fed) >= 4 else 1000.0))
-    assert step_times(model, [4, 1, 9], prefix=6, repeats=3) == [40.0, 10.0, 90.0]
+    assert step_times(model, [4, 1, 9], prefix=6, repeats=1) == [40.0, 10.0, 90.0]
 
 
 def test_costs_have_what_was_asked_for():
@@ -296,7 +296,7 @@ def test_nothing_is_proposed_behind_the_text(pair):
     params = SamplingParams(temperature=0, max_new_tokens=12)
     out = drafted_sampling(target, SimulatedDrafter(draft, text[: len(prompt) + 6], 1.0, 4), prompt, params)
     assert [*prompt, *out.tokens] == text[: len(prompt) + 12]
-    assert [r.proposed for r in out.rounds] == [4, 1, 0, 0, 0, 0, 0]
+    assert [r.proposed for r in out.rounds] == [4, 1, 0, 0, 0, 0, 0] and out.draft_forwards == 5
 
 
 def test_the_seed_decides_and_nothing_else(pair):
