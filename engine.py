@@ -6,7 +6,7 @@
     graphs   on CUDA: static shapes, captured as CUDA graphs, so that launching kernels costs nothing.
 
 Two things change. The linear layers are replaced in the model itself, so that transformers' own `generate` runs
-on them too. And for Llama and GPT-NeoX the pass is written out anew (LlamaForward, NeoXForward) over a
+on them too. And for Llama and GPT-NeoX the pass is written out anew (LlamaBlock, NeoXBlock) over a
 static KV cache, without transformers' small operations between the products; other models keep theirs.
 
 On every engine the rows of a pass do not depend on each other: a token's logits are the same, to float32
@@ -19,6 +19,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Optional  # TorchScript reads no other spelling
 
 import torch
 import torch.nn.functional as F
@@ -66,13 +67,13 @@ def what_is_missing(model, engine: str) -> str | None:
         return "float32 on a CPU with oneDNN"
     if engine == "int8" and not (cpu and float32 and "fbgemm" in torch.backends.quantized.supported_engines):
         return "float32 weights on an x86 CPU with fbgemm"
-    if engine == "int8" and lean_class(model) is None:
+    if engine == "int8" and not is_lean(model):
         # The rounding of transformers' attention depends on the tokens beside a row; 8 bits turn that into other ids.
         return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
     if engine == "graphs":
         if model.device.type != "cuda":
             return "CUDA"
-        if lean_class(model) is None:
+        if not is_lean(model):
             return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
         if len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
             return "the model on one GPU"
@@ -113,6 +114,7 @@ class Int8Linear(nn.Module):
     """
 
     INPUT_LEVELS, WEIGHT_LEVELS, SMOOTHING = 127, 63, 0.6
+    __constants__ = ("INPUT_LEVELS",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, largest: Tensor):
         super().__init__()
@@ -242,11 +244,20 @@ def replace_linears(model, make) -> None:
                 setattr(module, name, make([child]))
 
 
-def joint_product(layers: list[nn.Module]):
+def joint_product(layers: list[nn.Module]) -> nn.Module:
     """What a written-out pass calls for layers that share an input: [n, in] -> [n, the sum of their outs]."""
-    if isinstance(layers[0], Part):
-        return layers[0].joint.product
-    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)  # some with a bias, some without
+    return layers[0].joint.product if isinstance(layers[0], Part) else SideBySide(layers)
+
+
+class SideBySide(nn.Module):
+    """The results of layers that could not be joined, as some have a bias and some have none."""
+
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
 # ---------------------------------------------------------------------------------------- passes written out
@@ -262,7 +273,6 @@ class StaticKV:
     def __init__(self, layers: int, heads: int, head_dim: int, like: Tensor, limit: int | None):
         self.buffer = like.new_empty(layers, 2, heads, 0, head_dim)
         self.limit = limit  # no more positions than the model's context
-        self.layers = self.buffer.unbind()
 
     @property
     def capacity(self) -> int:
@@ -276,74 +286,54 @@ class StaticKV:
         room = max(end, min(room, self.limit or room))
         grown = self.buffer.new_zeros(*self.buffer.shape[:3], room, self.buffer.shape[4])
         grown[..., : self.capacity, :] = self.buffer
-        self.buffer, self.layers = grown, grown.unbind()
+        self.buffer = grown
 
 
 class LeanForward(nn.Module):
-    """A causal LM's pass over new tokens, from the modules' own weights: what its two families share.
+    """A causal LM's pass over new tokens, written out: what its two families share.
 
     Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ... behind
-    the `start` positions of kv. A subclass gives `layers`, the sizes, and `block`.
+    the `start` positions of kv.
 
     attention: the dtype of queries, keys and values. The sums of an attention are added in an order that depends on
     how many rows there are, so that a row fed alone may differ in its last bit. In 8 bits such a bit can tip a
     rounding, and the layers behind would make other logits of it. Sums in float64, rounded to float32, are the same
     float32 in any order (but for one in 2^28), and all else in a pass is computed row by row.
-
-    side: a second CUDA stream, for parts of a layer that do not depend on each other.
     """
 
-    side = None
-
-    def __init__(self, model, rotary, attention: torch.dtype):
+    def __init__(self, stack: "Stack", limit: int):
         super().__init__()
-        self.embedding, self.head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        self.head_dim = self.head_dim_of(model.config)
-        self.limit = model.config.max_position_embeddings
+        self.stack, self.limit = stack, limit
+        self.run = without_python(stack) if stack.cos.device.type == "cpu" else stack
         self.spare = []
-        # One table for all positions, [P, rotary_dim]: the half with the minus of rotate_half is in the sines.
-        angles = torch.outer(torch.arange(self.limit, device=rotary.inv_freq.device).float(), rotary.inv_freq.float())
-        scale = rotary.attention_scaling
-        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(attention)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(attention)
-
-    @staticmethod
-    def head_dim_of(config) -> int:
-        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def kv_for(self, owner) -> StaticKV:
         """A cache for `owner`, which comes back for the next one when the owner is gone: its memory (and on CUDA the
         graphs that were captured with it) need not be made anew for each generation."""
+        block = self.stack.blocks[0]
         kv = self.spare.pop() if self.spare else StaticKV(
-            len(self.layers), self.kv_heads, self.head_dim, self.cos, self.limit)
+            len(self.stack.blocks), block.kv_heads, block.head_dim, self.stack.cos, self.limit)
         weakref.finalize(owner, self.spare.append, kv)
         return kv
 
     def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
         n = ids.shape[0]
         kv.reserve(start + n)
-        mask = None if n == 1 else causal_mask(start, n, self.cos)
-        return self.run(ids, kv.layers, slice(start, start + n), start + n, mask, keep)
+        mask = None if n == 1 else causal_mask(start, n, self.stack.cos)
+        with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds at each shape
+            return self.run(ids, kv.buffer, None, start, start + n, mask, keep)
 
-    def run(self, ids, kv: tuple[Tensor, ...], at, width: int, mask: Tensor | None, keep: int) -> Tensor:
-        """at: the positions of ids, a slice or [n] indices; width: how many columns of kv are read; mask: [n, width],
-        added to the scores."""
-        x = F.embedding(ids, self.embedding)
-        if mask is not None:
-            mask = mask.repeat(self.heads // self.kv_heads, 1)
-        where = (at, width, mask, self.spread(self.cos[at]), self.spread(self.sin[at]))
-        for layer, columns in zip(self.layers, kv):
-            x = self.block(layer, x, columns, where)
-        return self.head(self.final_norm(x[-keep:]))
 
-    def attend(self, q: Tensor, columns: Tensor, width: int, mask: Tensor | None) -> Tensor:
-        """q [n, heads, head_dim] over the first `width` columns [2, kv_heads, capacity, head_dim]: [n, heads x head_dim]."""
-        keys, values = columns[:, None, :, :width]
-        n, heads, d = q.shape
-        groups = heads // self.kv_heads  # the queries of a group are rows of one product with their common keys
-        q = q.view(n, -1, groups, d).permute(1, 2, 0, 3).reshape(1, -1, groups * n, d)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        return out.view(-1, groups, n, d).permute(2, 0, 1, 3).reshape(n, heads * d)
+def without_python(stack: "Stack") -> nn.Module:
+    """`stack` as TorchScript: the same operations in the same order, called from C++. A step of a small model is a
+    thousand small operations, and Python takes half of its time to call them. Where TorchScript cannot take it (it is
+    deprecated, and newer Pythons do without), the stack as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.jit.script(stack)
+        except Exception:  # whatever it does not know, Python does
+            return stack
 
 
 def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
@@ -352,102 +342,147 @@ def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
     return F.pad(mask, (start, 0))
 
 
+class Stack(nn.Module):
+    """Embedding, blocks, norm and head of a model. All of it is also TorchScript.
+
+    blocks: LlamaBlocks or NeoXBlocks. rotary: the model's rotary embedding. attention: see LeanForward.
+    """
+
+    def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module, attention: torch.dtype):
+        super().__init__()
+        self.embedding, self.head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings()
+        self.blocks, self.norm = nn.ModuleList(blocks), norm
+        # One table for all positions, [P, ..., rotary_dim]: the minus of rotate_half is in the sines.
+        positions = torch.arange(model.config.max_position_embeddings, device=rotary.inv_freq.device)
+        angles = torch.outer(positions.float(), rotary.inv_freq.float())
+        shape = (len(positions), *blocks[0].SPREAD, -1)
+        scale = rotary.attention_scaling
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(attention).view(shape)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(attention).view(shape)
+
+    def forward(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
+                keep: int) -> Tensor:
+        """ids [n] at the positions `at` [n], or from `start` on if that is None; kv: [layers, 2, heads, capacity,
+        head_dim], of which `width` columns are read; mask: [n, width], added to the scores. Logits [keep, V]."""
+        n = ids.shape[0]
+        cos = self.cos[start : start + n] if at is None else self.cos[at]
+        sin = self.sin[start : start + n] if at is None else self.sin[at]
+        x = F.embedding(ids, self.embedding)
+        layer = 0
+        for block in self.blocks:
+            x = block(x, kv[layer], at, start, width, mask, cos, sin)
+            layer += 1
+        return self.head(self.norm(x[n - keep :]))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary position embedding in place (Su et al. 2021, arXiv:2104.09864, equation 34), halves as pairs."""
     turned = x.roll(x.shape[-1] // 2, -1)
     x.mul_(cos).addcmul_(turned, sin)
 
 
-class LlamaForward(LeanForward):
-    """Llama: RMSNorm, grouped queries, gated MLP."""
-
-    def __init__(self, model, attention):
-        super().__init__(model, model.model.rotary_emb, attention)
-        self.kv_heads = model.config.num_key_value_heads
-        self.heads = model.config.num_attention_heads
-        self.final_norm = self.norm(model.model.norm)
-        self.layers = [
-            (self.norm(layer.input_layernorm), joint_product([a.q_proj, a.k_proj, a.v_proj]), a.o_proj,
-             self.norm(layer.post_attention_layernorm), joint_product([m.gate_proj, m.up_proj]), m.down_proj)
-            for layer in model.model.layers for a, m in [(layer.self_attn, layer.mlp)]
-        ]
-
-    @staticmethod
-    def norm(module):
-        weight, eps, shape = module.weight, module.variance_epsilon, tuple(module.weight.shape)
-        return lambda x: F.rms_norm(x, shape, weight, eps)
-
-    @staticmethod
-    def spread(table: Tensor) -> Tensor:
-        return table[:, None]  # [n, 1, head_dim], for all heads
-
-    def block(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
-        norm1, qkv, o, norm2, gate_up, down = layer
-        at, width, mask, cos, sin = where
-        n, kv_heads = x.shape[0], self.kv_heads
-        states = qkv(norm1(x)).view(n, -1, self.head_dim).to(cos.dtype)  # queries, keys, values
-        rotate(states[:, :-kv_heads], cos, sin)
-        columns[:, :, at] = states[:, self.heads :].view(n, 2, kv_heads, -1).permute(1, 2, 0, 3)
-        x = x + o(self.attend(states[:, : self.heads], columns, width, mask).to(x.dtype))
-        gate, up = gate_up(norm2(x)).chunk(2, dim=-1)
-        return x + down(F.silu(gate).mul_(up))
+def write(columns: Tensor, new: Tensor, at: Optional[Tensor], start: int) -> None:
+    """The new keys and values [2, kv_heads, n, head_dim] into columns [2, kv_heads, capacity, head_dim]."""
+    if at is None:
+        columns[:, :, start : start + new.shape[2]].copy_(new)
+    else:
+        columns.index_copy_(2, at, new)
 
 
-class NeoXForward(LeanForward):
-    """GPT-NeoX (Pythia): LayerNorm, attention and MLP side by side, rotary embedding on a part of each head."""
+def attend(q: Tensor, columns: Tensor, width: int, mask: Optional[Tensor]) -> Tensor:
+    """q [n, heads, head_dim] over the first `width` columns [2, kv_heads, capacity, head_dim]: [n, heads x head_dim]."""
+    n, heads, d = q.shape
+    kv_heads = columns.shape[1]
+    groups = heads // kv_heads  # the queries of a group are rows of one product with their common keys
+    q = q.view(n, kv_heads, groups, d).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * n, d)
+    if mask is not None and groups > 1:
+        mask = mask.repeat(groups, 1)
+    out = F.scaled_dot_product_attention(q, columns[0:1, :, :width], columns[1:2, :, :width], mask)
+    return out.view(kv_heads, groups, n, d).permute(2, 0, 1, 3).reshape(n, heads * d)
 
-    def __init__(self, model, attention):
-        backbone = model.gpt_neox
-        super().__init__(model, backbone.rotary_emb, attention)
-        self.heads = self.kv_heads = model.config.num_attention_heads
-        self.parallel = model.config.use_parallel_residual
-        self.final_norm = backbone.final_layer_norm
-        self.layers = [
-            (layer.input_layernorm, layer.attention.query_key_value, layer.attention.dense,
-             layer.post_attention_layernorm, layer.mlp.dense_h_to_4h, layer.mlp.act, layer.mlp.dense_4h_to_h)
-            for layer in backbone.layers
-        ]
 
-    @staticmethod
-    def spread(table: Tensor) -> Tensor:
-        return table[:, None, None]  # [n, 1, 1, rotary_dim], for all heads, queries and keys
+class LlamaBlock(nn.Module):
+    """A layer of Llama: RMSNorm, grouped queries, gated MLP."""
 
-    def block(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
-        if self.parallel:
-            a, m = at_once(lambda: self.attention(layer, x, columns, where), lambda: self.mlp(layer, x), self.side)
-            return x + a + m
-        x = x + self.attention(layer, x, columns, where)
-        return x + self.mlp(layer, x)
+    SPREAD = (1,)  # the rotary table's [n, 1, head_dim], for all heads
 
-    @staticmethod
-    def mlp(layer, x: Tensor) -> Tensor:
-        *_, norm2, up, act, down = layer
-        return down(act(up(norm2(x))))
+    def __init__(self, layer, config):
+        super().__init__()
+        a, m = layer.self_attn, layer.mlp
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, a.head_dim
+        self.norm1, self.norm2 = rms_norm(layer.input_layernorm), rms_norm(layer.post_attention_layernorm)
+        self.qkv, self.o = joint_product([a.q_proj, a.k_proj, a.v_proj]), a.o_proj
+        self.gate_up, self.down = joint_product([m.gate_proj, m.up_proj]), m.down_proj
 
-    def attention(self, layer, x: Tensor, columns: Tensor, where) -> Tensor:
-        norm1, qkv, dense, *_ = layer
-        at, width, mask, cos, sin = where
-        states = qkv(norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)  # head by head: q, k, v
+    def forward(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
+                cos: Tensor, sin: Tensor) -> Tensor:
+        n = x.shape[0]
+        states = self.qkv(self.norm1(x)).view(n, -1, self.head_dim).to(cos.dtype)  # queries, keys, values
+        rotate(states[:, : self.heads + self.kv_heads], cos, sin)
+        write(columns, states[:, self.heads :].view(n, 2, self.kv_heads, -1).permute(1, 2, 0, 3), at, start)
+        x = x + self.o(attend(states[:, : self.heads], columns, width, mask).to(x.dtype))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate).mul_(up))
+
+
+def rms_norm(module) -> nn.RMSNorm:
+    """transformers' RMSNorm as torch's own."""
+    norm = nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon, device="meta")
+    norm.weight = module.weight
+    return norm
+
+
+class NeoXBlock(nn.Module):
+    """A layer of GPT-NeoX (Pythia): LayerNorm, attention and MLP side by side, rotary embedding on a part of each
+    head."""
+
+    SPREAD = (1, 1)  # the rotary table's [n, 1, 1, rotary_dim], for all heads, queries and keys
+
+    def __init__(self, layer, config):
+        super().__init__()
+        self.heads = self.kv_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.parallel = config.use_parallel_residual
+        self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv, self.dense = layer.attention.query_key_value, layer.attention.dense
+        self.up, self.down = layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h
+        self.act = nn.GELU() if config.hidden_act == "gelu" else layer.mlp.act
+
+    def forward(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
+                cos: Tensor, sin: Tensor) -> Tensor:
+        attended = x + self.attention(x, columns, at, start, width, mask, cos, sin)
+        return attended + self.mlp(x if self.parallel else attended)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(self.norm2(x))))
+
+    def attention(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int,
+                  mask: Optional[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+        states = self.qkv(self.norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)  # by head: q, k, v
         rotate(states[:, :, :2, : cos.shape[-1]], cos, sin)
-        columns[:, :, at] = states[:, :, 1:].permute(2, 1, 0, 3)
-        return dense(self.attend(states[:, :, 0], columns, width, mask).to(x.dtype))
+        write(columns, states[:, :, 1:].permute(2, 1, 0, 3), at, start)
+        return self.dense(attend(states[:, :, 0], columns, width, mask).to(x.dtype))
 
 
-def lean_class(model):
-    """The written-out pass for a model, or None: its family or one of its settings has none."""
+def is_lean(model) -> bool:
+    """Whether there is a written-out pass for the model's family and settings."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     fixed = rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")  # no table that grows
-    if config.model_type == "llama" and fixed and config.hidden_act == "silu":
-        return LlamaForward
-    if config.model_type == "gpt_neox" and fixed:
-        return NeoXForward
-    return None
+    return fixed and (config.model_type == "gpt_neox" or config.model_type == "llama" and config.hidden_act == "silu")
 
 
 def lean_forward(model, attention: torch.dtype) -> LeanForward | None:
-    kind = lean_class(model)
-    return None if kind is None else kind(model, attention)
+    """The written-out pass of a model whose linear layers an engine has replaced, or None if there is none."""
+    if not is_lean(model):
+        return None
+    if model.config.model_type == "llama":
+        backbone, block, norm = model.model, LlamaBlock, rms_norm(model.model.norm)
+    else:
+        backbone, block, norm = model.gpt_neox, NeoXBlock, model.gpt_neox.final_layer_norm
+    blocks = [block(layer, model.config) for layer in backbone.layers]
+    stack = Stack(model, backbone.rotary_emb, blocks, norm, attention)
+    return LeanForward(stack.eval(), model.config.max_position_embeddings)
 
 
 # --------------------------------------------------------------------------------------------------- CUDA graphs
@@ -468,7 +503,10 @@ class GraphForward(nn.Module):
 
     def __init__(self, lean: LeanForward):
         super().__init__()
-        self.lean, self.fault = lean, None
+        self.lean, self.fault, self.streams = lean, None, Streams()
+        for i, block in enumerate(lean.stack.blocks):
+            if getattr(block, "parallel", False):
+                lean.stack.blocks[i] = TwoStreams(block, self.streams)
         self.passes = weakref.WeakKeyDictionary()  # StaticKV -> Passes
 
     def kv_for(self, owner) -> StaticKV:
@@ -486,7 +524,7 @@ class GraphForward(nn.Module):
             except RuntimeError as error:
                 self.fault = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self.passes.clear()
-                self.lean.side = None
+                self.streams.side = None
                 warnings.warn(f"engine graphs: a pass could not be captured, and from now on none is: {self.fault}")
         with fused_attention():
             return self.lean(ids, kv, start, keep)
@@ -494,14 +532,14 @@ class GraphForward(nn.Module):
     def passes_over(self, kv: StaticKV) -> "Passes":
         passes = self.passes.get(kv)
         if passes is None or passes.buffer is not kv.buffer:
-            passes = self.passes[kv] = Passes(self.lean, kv)
+            passes = self.passes[kv] = Passes(self.lean, kv, self.streams)
         return passes
 
     @torch.inference_mode()
     def trial(self) -> str | None:
         """Capture the pass of one token: None, or why it fails."""
         owner = set()  # anything that goes at the end of this function: the cache and its graph are there for the next
-        self(torch.zeros(1, dtype=torch.long, device=self.lean.cos.device), self.kv_for(owner), 0, 1)
+        self(torch.zeros(1, dtype=torch.long, device=self.lean.stack.cos.device), self.kv_for(owner), 0, 1)
         return self.fault
 
 
@@ -509,14 +547,14 @@ class Passes:
     """The captured passes over one buffer of keys and values, and what all of them read: ids, and the position of the
     first of them."""
 
-    def __init__(self, lean: LeanForward, kv: StaticKV):
-        self.lean, self.buffer, self.layers = lean, kv.buffer, kv.layers
+    def __init__(self, lean: LeanForward, kv: StaticKV, streams: "Streams"):
+        self.lean, self.buffer = lean, kv.buffer
         device = kv.buffer.device
         self.ids = torch.zeros(ROWS[-1], dtype=torch.long, device=device)
         self.start = torch.zeros((), dtype=torch.long, device=device)
         self.replays = {}
         if device.type == "cuda":
-            lean.side = arena(device).side
+            streams.side = arena(device).side
 
     def __call__(self, ids: LongTensor, rows: int, start: int) -> Tensor:
         """Logits [rows, V] of ids [n], filled up to `rows` tokens, at the positions from `start`. Nothing waits for
@@ -540,7 +578,7 @@ class Passes:
         positions = self.start + torch.arange(rows, device=device)
         ahead = torch.arange(width, device=device) > positions[:, None]
         mask = torch.zeros(rows, width, dtype=self.buffer.dtype, device=device).masked_fill_(ahead, float("-inf"))
-        return self.lean.run(self.ids[:rows], self.layers, positions, width, mask, rows)
+        return self.lean.run(self.ids[:rows], self.buffer, positions, 0, width, mask, rows)
 
 
 def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -593,6 +631,25 @@ def fused_attention():
     if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+class Streams:
+    """side: a second CUDA stream, for parts of a layer that do not need each other; None until passes are captured."""
+
+    side = None
+
+
+class TwoStreams(nn.Module):
+    """A NeoXBlock whose attention and MLP do not need each other, and so may run beside each other on the GPU."""
+
+    def __init__(self, block: NeoXBlock, streams: Streams):
+        super().__init__()
+        self.block, self.streams = block, streams
+        self.kv_heads, self.head_dim = block.kv_heads, block.head_dim
+
+    def forward(self, x: Tensor, *where) -> Tensor:
+        attended, mlp = at_once(lambda: self.block.attention(x, *where), lambda: self.block.mlp(x), self.streams.side)
+        return x + attended + mlp
 
 
 def at_once(first: Callable[[], Tensor], second: Callable[[], Tensor], side) -> tuple[Tensor, Tensor]:
