@@ -578,7 +578,7 @@ class Passes:
         positions = self.start + torch.arange(rows, device=device)
         ahead = torch.arange(width, device=device) > positions[:, None]
         mask = torch.zeros(rows, width, dtype=self.buffer.dtype, device=device).masked_fill_(ahead, float("-inf"))
-        return self.lean.run(self.ids[:rows], self.buffer, positions, 0, width, mask, rows)
+        return self.lean.stack(self.ids[:rows], self.buffer, positions, 0, width, mask, rows)
 
 
 def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -1,8 +1,8 @@
 """The engine graphs: passes of fixed shapes against passes of exact ones.
 
-A CUDA graph replays kernels: numbers that Python passed to them, and addresses, are those of the capture. A Tape does the
-same with any device's operations, so that all but torch's own capture is tested without a GPU. With one, the tests
-whose names end in "cuda" capture for real.
+A CUDA graph replays kernels: numbers that Python passed to them, and addresses, are those of the capture. A Tape
+does the same with any device's operations, so that all but torch's own capture is tested without a GPU. With one, the
+tests whose names end in "cuda" capture for real.
 """
 
 import gc
@@ -80,16 +80,16 @@ def small(monkeypatch):
         monkeypatch.setattr(engine, "what_is_missing", lambda model, name: None)
 
 
-def plain(family, options, device="cpu", **shape):
+def plain(family, options, device="cpu", dtype=torch.float32, **shape):
     """Written-out passes of exact shapes on the layers of the engine graphs."""
-    model = tiny_model(family, sharpness=8, **{**SHAPE, **shape}, **options).to(device)
+    model = tiny_model(family, sharpness=8, **{**SHAPE, **shape}, **options).to(device, dtype)
     replace_linears(model, linear_kind(model, "graphs"))
     model.lean = lean_forward(model, model.dtype)
     return model
 
 
-def on_graphs(family, options=None, device="cpu", seed=0, **shape):
-    model = tiny_model(family, seed=seed, sharpness=8, **{**SHAPE, **shape}, **(options or {})).to(device)
+def on_graphs(family, options=None, device="cpu", dtype=torch.float32, seed=0, **shape):
+    model = tiny_model(family, seed=seed, sharpness=8, **{**SHAPE, **shape}, **(options or {})).to(device, dtype)
     assert use_engine(model, "graphs") == "graphs"
     assert type(model.lean) is GraphForward
     return model
@@ -187,7 +187,7 @@ def test_the_next_sequence_takes_over_cache_and_graphs(small):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_buffer_that_moved_has_new_graphs(small, device):
     ids, steps = some_ids(301, device=device), (3, 4, 250, 251, 300, 301)
-    cached, exact = (CachedModel(make("llama", device=device, options={}, positions=700)) for make in (on_graphs, plain))
+    cached, exact = (CachedModel(make("llama", {}, device, positions=700)) for make in (on_graphs, plain))
     lean, capacities = cached.model.lean, []
     for n in steps:
         within(4e-6)(cached.forward(ids[:n]), exact.forward(ids[:n]))
@@ -301,9 +301,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @cuda
 @pytest.mark.parametrize("family,options", MODELS)
 def test_half_precision_to_rounding_cuda(family, options):
-    models = on_graphs(family, options, "cuda").half(), plain(family, options, "cuda").half()
-    for model, kind in zip(models, (GraphForward, lambda lean: lean)):  # tables and weights in float16
-        model.lean = kind(lean_forward(model, torch.float16))
+    models = [make(family, options, "cuda", torch.float16) for make in (on_graphs, plain)]
     for seed in range(3):
         walk(models, seed, "cuda", within(2e-2))
 
