@@ -68,6 +68,12 @@ class Level:
         self.accepted += round.accepted
         self.judged += round.judged
 
+    def count(self, rounds: list[Round]) -> None:
+        """These rounds and no others."""
+        self.proposed = self.accepted = self.judged = 0
+        for round in rounds:
+            self.add(round)
+
     @property
     def acceptance_rate(self) -> float | None:
         return self.accepted / self.judged if self.judged else None

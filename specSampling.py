@@ -7,6 +7,7 @@ The file reads in the paper's order: verify one chain, the round, who proposes (
 
 from array import array
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import LongTensor, Tensor
@@ -135,6 +136,10 @@ class Drafter:
     def rollback(self, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence."""
 
+    def recount(self, rounds: list[Round]) -> None:
+        """Count the generation's rounds anew: a stop token may have cut the last one after the drafter was told."""
+        self.level.count(rounds)
+
     @property
     def levels(self) -> list[Level]:
         """The counts of every level below the target, smallest first."""
@@ -244,11 +249,11 @@ class NGramDrafter(Drafter):
 
     def propose(self, ids, limit):
         self.read(ids)
-        tokens = self.continuation(min(limit, self.gamma.propose()))
-        if not tokens:
-            return self.proposal(ids[:0], [])
-        tokens = torch.tensor(tokens, device=ids.device)
-        return self.proposal(tokens, [OneHot(tokens, self.width)])
+        return self.offer(self.continuation(min(limit, self.gamma.propose())), ids)
+
+    def offer(self, tokens: list[int], ids: LongTensor) -> Proposal:
+        tokens = torch.tensor(tokens, dtype=torch.long, device=ids.device)
+        return Proposal(tokens, OneHot(tokens, self.width))
 
     def read(self, ids: LongTensor) -> None:
         """Fetch what was not told of the sequence `ids` [n]: the prompt, and what another one decided."""
@@ -260,7 +265,7 @@ class NGramDrafter(Drafter):
         start = self.match() if limit > 0 else None
         if start is None:
             return []
-        period = array(ID_TYPE, self.text[ID_BYTES * start :])
+        period = array(ID_TYPE, self.text[ID_BYTES * start : ID_BYTES * (start + limit)])
         return [period[i % len(period)] for i in range(limit)]
 
     def match(self) -> int | None:
@@ -277,6 +282,10 @@ class NGramDrafter(Drafter):
 
     def keep(self, length, round):
         super().keep(length, round)
+        self.hear(length, round)
+
+    def hear(self, length: int, round: Round) -> None:
+        """A round of any drafter's, of which the sequence kept `length` tokens and then has the round's last."""
         self.text = self.text[: ID_BYTES * (length - round.accepted)] + as_bytes(round.tokens)
 
     def rollback(self, length):
@@ -289,6 +298,62 @@ ID_BYTES = array(ID_TYPE).itemsize
 
 def as_bytes(ids: list[int]) -> bytes:
     return array(ID_TYPE, ids).tobytes()
+
+
+class CombinedDrafter(Drafter):
+    """Prompt lookup where the last tokens, two or more, stood in the text before, else a draft model: in each round
+    the one that promises more tokens in the time, or none if plain decoding promises the most.
+
+    model: the draft. c, v: as in CostAwareGamma, which says for both how many tokens are worth proposing (lookup's
+    steps cost nothing); the length of v bounds them. min_ngram, max_ngram: of lookup's matches.
+    What lookup would have proposed is held against every round's tokens, whoever proposed them: a token x is emitted
+    with probability p(x), and so does verification accept x from a one-hot q. Lookup needs no trials therefore.
+    """
+
+    def __init__(self, model, c: float, v: list[float], max_ngram: int = 8, min_ngram: int = 2):
+        super().__init__(CostAwareGamma(c, v))
+        self.drafter = ModelDrafter(model, self.gamma)
+        # Matches come and go with the text's loops and lists: what is known of them is little and fades fast.
+        self.lookup = NGramDrafter(CostAwareGamma(0.0, v, alpha=0.5, weight=3.0, decay=0.9), max_ngram, min_ngram)
+        self.name = self.drafter.name  # whom NaN is blamed on
+
+    def begin(self, target, params, generator):
+        for drafter in (self.lookup, self.drafter):
+            drafter.begin(target, params, generator)
+        self.sources = []  # the drafter of each round
+
+    def propose(self, ids, limit):
+        self.lookup.read(ids)
+        self.guess = self.lookup.continuation(self.lookup.gamma.high)
+        speed, gamma = self.lookup.gamma.best()
+        rival = self.gamma.best(low=1)[0] if draft_room(self.drafter.model, ids.shape[0]) > 0 else 0.0
+        if self.guess and gamma and speed >= rival:
+            self.sources.append(self.lookup)
+            return self.lookup.offer(self.guess[: min(gamma, limit)], ids)
+        self.sources.append(self.drafter)
+        return self.drafter.propose(ids, limit)
+
+    def keep(self, length, round):
+        self.sources[-1].level.add(round)
+        if self.sources[-1] is self.drafter:
+            self.gamma.update(round)
+        pairs = list(zip(self.guess, round.tokens))
+        right = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+        self.lookup.gamma.update(Round(len(pairs), right, right + 1))
+        self.lookup.hear(length, round)
+        self.drafter.rollback(length)
+
+    def rollback(self, length):
+        self.lookup.rollback(length)
+        self.drafter.rollback(length)
+
+    def recount(self, rounds):
+        for drafter in (self.lookup, self.drafter):
+            drafter.recount([round for round, source in zip(rounds, self.sources) if source is drafter])
+
+    @property
+    def levels(self):
+        return [*self.lookup.levels, *self.drafter.levels]
 
 
 def draft_room(model: CachedModel, n: int) -> int:
@@ -404,18 +469,21 @@ class CostAwareGamma(GammaController):
         self.accepted, self.judged, self.idle = self.alpha * self.weight, self.weight, 0
 
     def propose(self):
-        alpha = self.accepted / self.judged
-        best = max(range(1, self.high + 1), key=lambda gamma: self.speed(alpha, gamma))
-        loss = best * self.c + self.v[best] - expected_tokens(alpha, best)  # in target steps; < 0: it pays
+        speed, gamma = self.best(low=1)
+        loss = (gamma * self.c + self.v[gamma]) * (1 - speed)  # in target steps; < 0: it pays
         if loss <= self.idle * self.probe:
             self.idle = 0
-            return best
+            return gamma
         self.idle += 1
         return 0
 
-    def speed(self, alpha: float, gamma: int) -> float:
-        """Tokens per target step time, expected."""
-        return expected_tokens(alpha, gamma) / (gamma * self.c + self.v[gamma])
+    def best(self, low: int = 0) -> tuple[float, int]:
+        """The greatest speed expected, in tokens per target step time, and its gamma, of those from `low` up."""
+        alpha = self.accepted / self.judged
+        tokens = accumulate(alpha**gamma for gamma in range(self.high + 1))  # expected_tokens of each
+        speeds = [t / (gamma * self.c + v) for gamma, (t, v) in enumerate(zip(tokens, self.v))]
+        gamma = max(range(low, self.high + 1), key=speeds.__getitem__)
+        return speeds[gamma], gamma
 
     def update(self, round):
         if round.proposed:
@@ -490,11 +558,8 @@ def drafted_sampling(target, drafter: Drafter, prompt, params: SamplingParams,
         return round, new
 
     out = decode(step, target, prompt, params, on_tokens)
+    drafter.recount(out.rounds)
     out.levels = drafter.levels
-    top = out.levels[-1]  # a stop token may have cut the last round after the drafter was told of it
-    top.proposed, top.accepted, top.judged = 0, 0, 0
-    for round in out.rounds:
-        top.add(round)
     out.draft_forwards = sum(level.forwards for level in out.levels)
     return out
 

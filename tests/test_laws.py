@@ -13,7 +13,7 @@ import torch
 import specSampling
 from cachedModel import CachedModel
 from regrSampling import autoregressive_sampling
-from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
+from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
                           NGramDrafter, StageDrafter, drafted_sampling, judge, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi, verify)
 from tabular import TableModel, chi_square_p, distance, law_of_decoder, law_of_sequences, table
@@ -356,6 +356,33 @@ def test_lookup_as_stage_0(gap):
     target, drafts = models(3, 3)
     stages = [NGramDrafter(2), drafts[0]]
     assert gap(speculative_sampling_multi, target, stages, [2, 2], prompt=LOOKUP_PROMPT) < EXACT
+
+
+@pytest.mark.parametrize("c, v", [(0.2, [1.0, 1.05, 1.1, 1.2]), (0.05, [1.0, 1.3, 1.5]), (3.0, [1.0, 1.2, 1.3])])
+@pytest.mark.parametrize("how", ["plain", "all", "stop"])
+def test_combined_law(gap, how, c, v):
+    """Of the whole enumeration: lookup, the draft and neither of them have all had their rounds."""
+    target, drafts = models()
+    drafter, proposed = CombinedDrafter(drafts[0], c, v), Counter()
+
+    def sampler(*call):
+        out = drafted_sampling(*call)
+        proposed.update({level.name: level.proposed for level in out.levels})
+        proposed["nobody"] += sum(r.proposed == 0 for r in out.rounds[:-1])
+        return out
+
+    def arguments(target, prompt, params):
+        return sampler(target, drafter, prompt, params)
+
+    assert gap(arguments, target, length=4, prompt=LOOKUP_PROMPT, **HOW[how]) < EXACT
+    used = {name for name, n in proposed.items() if n}
+    assert {"lookup", "draft0"} <= used if c < 1 else {"lookup", "nobody"} <= used
+
+
+def test_combined_as_stage_0(gap):
+    target, drafts = models(2)
+    stages = [CombinedDrafter(drafts[0], 0.2, [1.0, 1.05, 1.1]), drafts[1]]
+    assert gap(speculative_sampling_multi, target, stages, [1, 2], prompt=[0, 1, 0]) < EXACT
 
 
 def test_a_controller_inside_a_stage(gap):

@@ -14,7 +14,7 @@ from cachedModel import CachedModel
 from lively import FAMILIES, cacheless, greedy_text, lively, noisy, random_ids
 from metrics import Round
 from regrSampling import autoregressive_sampling
-from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
+from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
                           NGramDrafter, StageDrafter, drafted_sampling, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi)
 from tabular import TableModel, table
@@ -51,6 +51,7 @@ def samplers(target, draft, gamma=3):
     """Every sampler as f(prompt, params, on_tokens=None), by name."""
     dynamic = functools.partial(calling, speculative_sampling_dynamic, target, draft)
     multi = functools.partial(calling, speculative_sampling_multi, target)
+    combined = CombinedDrafter(draft, c=0.2, v=[1.0, 1.05, 1.1, 1.2, 1.3])
     return {
         "autoregressive": calling(autoregressive_sampling, target),
         "speculative": calling(speculative_sampling, target, draft, gamma),
@@ -59,8 +60,10 @@ def samplers(target, draft, gamma=3):
         "heuristic": dynamic(HeuristicGamma(4)),
         "confidence": dynamic(ConfidenceGamma(5)),
         "costs": dynamic(CostAwareGamma(c=0.2, v=[1.0, 1.05, 1.1, 1.2, 1.3])),
+        "combined": calling(speculative_sampling, target, combined),
         "two stages": multi([noisy(draft, 2), draft], [2, 4]),
         "three stages": multi([NGramDrafter(2), noisy(draft, 2), draft], [2, 3, 5]),
+        "combined stages": multi([combined, noisy(draft, 2)], [2, 4]),
     }
 
 
@@ -254,6 +257,7 @@ def lasting_objects():
     chain = ModelDrafter(CachedModel(draft_of("mistral")), CostAwareGamma(c=0.3, v=[1.0, 1.1, 1.2, 1.4]))
     middle = CachedModel(draft_of("mistral"))
     stages = StageDrafter(middle, ModelDrafter(small, AIMDGamma(2)), HeuristicGamma(4))
+    combined = CombinedDrafter(CachedModel(draft_of("mistral")), c=0.3, v=[1.0, 1.1, 1.2, 1.4])
     return {
         "autoregressive": calling(autoregressive_sampling, target),
         "speculative": calling(speculative_sampling, target, draft),
@@ -261,6 +265,7 @@ def lasting_objects():
         "multi": calling(speculative_sampling_multi, target, [small, draft]),
         "lookup": calling(speculative_sampling, target, lookup),
         "drafter": calling(drafted_sampling, target, chain),
+        "combined": calling(drafted_sampling, target, combined),
         "stages": calling(drafted_sampling, target, stages),
     }
 
@@ -339,6 +344,7 @@ def inspected_rounds(monkeypatch):
 
 
 @pytest.mark.parametrize("name, temperature", [("speculative", 1.0), ("confidence", 1.0), ("two stages", 1.0),
+                                               ("combined", 1.0), ("combined", 0), ("combined stages", 1.0),
                                                ("three stages", 1.0), ("three stages", 0)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_hold_what_was_accepted_after_every_round(inspected_rounds, family, name, temperature):
@@ -370,9 +376,11 @@ def test_counts_add_up(name):
         assert out.draft_forwards == sum(level.forwards for level in out.levels)
         if name == "autoregressive":
             assert (out.levels, out.acceptance_rate, out.tokens_per_round) == ([], None, 1)
-        else:  # the level next to the target is what the rounds tell
-            top = out.levels[-1]
-            assert (top.proposed, top.accepted, top.judged) == (proposed, accepted, judged)
+        else:  # the level next to the target, lookup and draft together if they are combined, is what the rounds tell
+            top = out.levels[-2:] if name == "combined" else out.levels[-1:]
+            assert proposed == sum(level.proposed for level in top)
+            assert accepted == sum(level.accepted for level in top)
+            assert judged == sum(level.judged for level in top)
 
 
 def test_exact_counts_where_everything_is_accepted():
