@@ -3,6 +3,8 @@
     python test.py                              # everything, with the constants below
     python test.py --speed 1 --maxLen 200 --gamma 4 --temperature 0
     python test.py --ppl 1 --ppl-tokens 20000
+    python test.py --peers --prompts wikitext   # against transformers' methods and llama.cpp
+    python test.py --speed 1 --methods target,spec:2,spec:8,dynamic:aimd,dynamic:cost
     python test.py --show --methods spec        # watch it decode
 
 Each constant has a flag that overrides it. Results are appended to results.txt and results.jsonl.
@@ -10,17 +12,15 @@ Each constant has a flag that overrides it. Results are appended to results.txt 
 
 import argparse
 import contextlib
+import fcntl
 import gc
 import json
 import math
 import os
-import re
-import resource
 import shlex
 import signal
 import sys
-import time
-from dataclasses import dataclass, field, replace
+import tempfile
 from pathlib import Path
 
 # Nothing here needs the network: models and data are on the disk, and a flag of the shell must not delay it.
@@ -29,29 +29,30 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from tqdm import tqdm
-from transformers.generation.streamers import BaseStreamer
 
 from cachedModel import CachedModel
-from costModel import measure_costs
 from downloadData import TEXTS, available_texts, prompt_set, text_of
 from engine import ENGINES, use_engine
-from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, resolve_pair
-from metrics import Column, Generation, Results, Round, append, clock, run_meta, run_record, summarise
+from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine, resolve_pair
+from methods import (CONTROLLERS, DRAFTERS, IDENTITY, TABLE, Setup, check_label, decoded, measured, name_of,
+                     prepare_costs, setting_of)
+from metrics import Column, Generation, Results, append, median, run_meta, summarise
+from peers import PEER_COLUMNS, LlamaCpp, best_of, compare, gguf_of, what_llama_cpp_lacks
 from PPL import generated_perplexity, sampler_distance, text_perplexity
-from regrSampling import autoregressive_sampling
-from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma, ModelDrafter,
-                          NGramDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
-                          speculative_sampling_multi)
+from specSampling import drafted_sampling
 from utils import SamplingParams
 
 # ------------------------------------------------------------------------------------- constants to edit
 
 PAIR = "auto"          # a name of loadModel.PAIRS; auto: pythia where CUDA and its files are, else smollm2
-METHODS = ("small", "target", "spec", "dynamic", "multi", "lookup", "hf", "hf-assisted", "draft-score")
+METHODS = ("small", "target", "spec", "dynamic", "multi", "lookup", "combined", "hf", "hf-assisted", "hf-lookup",
+           "draft-score")
+PEERS = ("target", "spec", "dynamic:cost", "lookup:4", "lookup:8", "combined", "hf", "hf-assisted", "hf-lookup:4",
+         "hf-lookup:8", "llama-cpp")  # the methods of --peers
 MAX_LEN = 200          # new tokens per prompt
 GAMMA = 4              # tokens proposed in a round
 GAMMAS = None          # of the stages of `multi`, smallest first; None: GAMMA each
-CONTROLLER = "aimd"    # of `dynamic`: fixed, aimd, heuristic, confidence, cost
+CONTROLLER = "aimd"    # of `dynamic`: one of CONTROLLERS
 TEMPERATURE = 0.0      # 0 = greedy
 TOP_K = 0              # 0 = off
 TOP_P = 1.0            # 1 = off
@@ -62,7 +63,7 @@ PROMPT_TOKENS = None   # cut prompts to so many; None: 64 from running text, pro
 REPEATS = 1
 DEVICE = "auto"
 DTYPE = "auto"
-ENGINE = "auto"        # eager, packed (oneDNN's packed weights), or auto: packed in float32 on a CPU
+ENGINE = "auto"        # one of engine.ENGINES; auto: packed in float32 on a CPU, graphs on CUDA, else eager
 THREADS = 0            # CPU threads; 0: as torch chooses
 PPL_TOKENS = 20000     # of each text
 WINDOW = 1024          # perplexity's window and stride, in tokens
@@ -70,169 +71,6 @@ STRIDE = 512
 TV_POSITIONS = 16      # positions at which the sampler's own law is measured, and draws at each
 TV_DRAWS = 2000
 OUT = "."              # where results.txt and results.jsonl are appended
-
-
-# ------------------------------------------------------------------------------------- methods
-
-
-@dataclass
-class Setup:
-    """All that a method needs to run: the pair on its device, and the settings."""
-
-    args: argparse.Namespace
-    pair: object
-    tokenizer: object
-    target: object  # transformers' models
-    draft: object | None
-    drafts: list = field(default_factory=list)  # smallest first
-    costs: object | None = None
-    engine: str = "eager"
-
-    def controller(self):
-        gamma = self.args.gamma
-        if self.args.controller == "cost":
-            return CostAwareGamma(self.costs.c, self.costs.v)
-        if self.args.controller == "fixed":
-            return FixedGamma(gamma)
-        high = max(gamma, 16)
-        if self.args.controller == "confidence":
-            return ConfidenceGamma(high)
-        return {"aimd": AIMDGamma, "heuristic": HeuristicGamma}[self.args.controller](gamma, high=high)
-
-    def multi_gammas(self) -> list[int]:
-        return list(self.args.gammas or [self.args.gamma] * len(self.drafts))
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of the table. run(setup, ids, params, on_tokens) -> Generation."""
-
-    run: object
-    lossless: bool
-    models: str  # what it needs: "", "draft" or "drafts" (two or more)
-    about: str
-
-
-def run_small(s, ids, params, on_tokens=None):
-    return autoregressive_sampling(s.draft, ids, params, on_tokens)
-
-
-def run_target(s, ids, params, on_tokens=None):
-    return autoregressive_sampling(s.target, ids, params, on_tokens)
-
-
-def run_spec(s, ids, params, on_tokens=None):
-    return speculative_sampling(s.target, s.draft, ids, params, s.args.gamma, on_tokens)
-
-
-def run_dynamic(s, ids, params, on_tokens=None):
-    return speculative_sampling_dynamic(s.target, s.draft, ids, params, s.controller(), on_tokens)
-
-
-def run_multi(s, ids, params, on_tokens=None):
-    return speculative_sampling_multi(s.target, s.drafts, ids, params, s.multi_gammas(), on_tokens)
-
-
-def run_lookup(s, ids, params, on_tokens=None):
-    return drafted_sampling(s.target, NGramDrafter(s.args.gamma), ids, params, on_tokens)
-
-
-def run_draft_score(s, ids, params, on_tokens=None):
-    """The Gemma text's workflow: the draft writes everything and the target only scores it. Lossy: the text
-    follows the draft's law. The time of the scoring is part of the run."""
-    out = autoregressive_sampling(s.draft, ids, params, on_tokens)
-    if out.tokens:
-        score = generated_perplexity(s.target, [ids], [out.tokens])
-        out.mean_log_likelihood = -score.nll_sum / score.n_tokens
-        out.last_commit = clock(s.target.device)
-    out.draft_forwards, out.target_forwards, out.rounds = out.target_forwards, 1, []
-    return out
-
-
-class CommitClock(BaseStreamer):
-    """Takes the times of transformers' `generate`: it hands over the prompt first, then each commit."""
-
-    def __init__(self, out: Generation, device, on_tokens=None):
-        self.out, self.device, self.on_tokens = out, device, on_tokens
-        self.prompt_seen = False
-
-    def put(self, value):
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        ids = value.flatten().tolist()
-        accepted = len(ids) - 1  # what was proposed is not told: nothing is counted as judged
-        self.out.commit(ids, Round(accepted, accepted, len(ids), judged=0), clock(self.device))
-        if self.on_tokens is not None:
-            self.on_tokens(ids)
-
-    def end(self):
-        pass
-
-
-def hf_generate(s, ids, params, on_tokens=None, **more) -> Generation:
-    """transformers' own generate under the same SamplingParams and within the target's context; the global random
-    state is put back. The model's own defaults (a repetition penalty, say) are set aside: they bend the law."""
-    device = s.target.device
-    out = Generation()
-    context = CachedModel(s.target).context_length
-    room = params.max_new_tokens if context is None else min(params.max_new_tokens, context - len(ids))
-    if room == 0:
-        out.finish_reason = "length" if params.max_new_tokens == 0 else "context"
-        return out
-    how = {"do_sample": False}
-    if params.temperature > 0:
-        how = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    config = transformers.GenerationConfig(
-        max_new_tokens=room, eos_token_id=list(params.stop_token_ids) or None,
-        pad_token_id=params.stop_token_ids[0] if params.stop_token_ids else 0, **how)
-    inputs = torch.tensor([ids], device=device)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode(), plain_defaults(s.target):
-        torch.seed() if params.seed is None else torch.manual_seed(params.seed)
-        out.start = clock(device)
-        s.target.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config,
-                          streamer=CommitClock(out, device, on_tokens), **more)
-    stopped = bool(out.tokens) and out.tokens[-1] in params.stop_token_ids
-    out.finish_reason = "stop" if stopped else "length" if room == params.max_new_tokens else "context"
-    return out
-
-
-@contextlib.contextmanager
-def plain_defaults(model):
-    """generate fills what a call leaves open from the model's own generation_config: inside, that is empty."""
-    own, model.generation_config = model.generation_config, transformers.GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def run_hf(s, ids, params, on_tokens=None):
-    return hf_generate(s, ids, params, on_tokens)
-
-
-def run_hf_assisted(s, ids, params, on_tokens=None):
-    """Assisted generation with the same draft and number of tokens, its own schedule and threshold off."""
-    config = s.draft.generation_config
-    config.num_assistant_tokens = s.args.gamma
-    config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = 0.0
-    return hf_generate(s, ids, params, on_tokens, assistant_model=s.draft)
-
-
-TABLE = {
-    "small": Method(run_small, False, "draft", "the draft alone"),
-    "target": Method(run_target, True, "", "the target alone: the baseline"),
-    "spec": Method(run_spec, True, "draft", "speculative, fixed gamma"),
-    "dynamic": Method(run_dynamic, True, "draft", "speculative, gamma from --controller"),
-    "multi": Method(run_multi, True, "drafts", "speculative in stages"),
-    "lookup": Method(run_lookup, True, "", "prompt lookup proposes, no model"),
-    "hf": Method(run_hf, True, "", "transformers' generate"),
-    "hf-assisted": Method(run_hf_assisted, True, "draft", "transformers' assisted generation"),
-    "draft-score": Method(run_draft_score, False, "draft", "the draft writes, the target scores (lossy)"),
-}
-LOSSY = [name for name, method in TABLE.items() if not method.lossless]
 
 
 # ------------------------------------------------------------------------------------- flags
@@ -246,30 +84,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--speed", type=int, choices=(0, 1), help="run the speed part (both parts run if neither is named)")
     add("--ppl", type=int, choices=(0, 1), help="run the perplexity part")
+    add("--peers", action="store_true",
+        help="the speed part against transformers' methods on unmodified models, and llama.cpp")
     add("--show", action="store_true", help="decode one prompt in the terminal, tokens coloured by origin")
     add("--pair", default=PAIR, help="a pair of loadModel.py, or auto")
     add("--target", help="any local folder or hub name, instead of --pair's")
     add("--draft", action="append", dest="drafts", help="the draft; repeat for stages, smallest first")
-    add("--methods", default=",".join(METHODS), help="any of " + ", ".join(TABLE))
+    add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8 or dynamic:cost")
     add("--max-len", "--maxLen", type=int, default=MAX_LEN, help="new tokens per prompt")
     add("--gamma", type=int, default=GAMMA, help="tokens proposed in a round")
     add("--gammas", type=whole_numbers, default=GAMMAS, help="of the stages of multi, as 4,4")
-    add("--controller", choices=("fixed", "aimd", "heuristic", "confidence", "cost"), default=CONTROLLER,
-        help="who chooses gamma in dynamic")
+    add("--controller", choices=tuple(CONTROLLERS), default=CONTROLLER, help="who chooses gamma in dynamic")
     add("--temperature", type=float, default=TEMPERATURE, help="0 is greedy")
     add("--top-k", type=int, default=TOP_K, help="0 is off")
     add("--top-p", type=float, default=TOP_P, help="1 is off")
     add("--seed", type=int, default=SEED, help="of the drawing of tokens")
-    add("--prompts", action="append", help="wikitext, pg19, shakespeare, gemma-text or a file; repeatable")
+    add("--prompts", action="append",
+        help="wikitext, pg19, shakespeare, gemma-text, FILE or FILE:CATEGORY,CATEGORY; repeatable")
     add("--n-prompts", type=int, default=N_PROMPTS, help="prompts of each set")
     add("--prompt-tokens", type=int, default=PROMPT_TOKENS,
         help="cut prompts; default 64 from running text, whole from files")
-    add("--chat", action="store_true", help="apply the tokenizer's chat template to the prompts")
+    add("--chat", action="store_true", help="apply the tokenizer's chat template to prompts that are no running text")
     add("--repeats", type=int, default=REPEATS, help="runs of each prompt and method")
     add("--device", default=DEVICE, help="auto, cuda or cpu")
     add("--dtype", default=DTYPE, help="auto, float32, bfloat16 or float16")
     add("--engine", choices=("auto", *ENGINES), default=ENGINE,
-        help="packed: weights in oneDNN's order; auto: packed in float32 on a CPU, else eager")
+        help="how a forward pass is carried out; auto: packed in float32 on a CPU, graphs on CUDA, else eager")
     add("--threads", type=int, default=THREADS, help="CPU threads; 0: as torch chooses")
     add("--ppl-tokens", type=int, default=PPL_TOKENS, help="tokens of each text that are scored")
     add("--window", type=int, default=WINDOW, help="perplexity's window [tokens]")
@@ -280,7 +120,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.prompts = args.prompts or list(PROMPTS)
     choose_parts(args)
-    args.methods = list(dict.fromkeys(name.strip() for name in args.methods.split(",")))
+    methods = args.methods.split(",") if args.methods is not None else PEERS if args.peers else METHODS
+    args.methods = list(dict.fromkeys(label.strip() for label in methods))
     check_flags(args)
     return args
 
@@ -289,6 +130,10 @@ def choose_parts(args) -> None:
     """Both parts if neither is named, and the other one if one is switched off. Perplexity needs a running text: with
     other prompts it is left out, or refused where it was named, before anything is measured."""
     named = args.ppl
+    if args.peers:
+        if args.speed == 0:
+            raise ValueError("--peers is a speed part: leave --speed 0 out")
+        args.speed = 1
     if args.ppl is None:
         args.ppl = int(args.speed != 1)
     if args.speed is None:
@@ -308,9 +153,8 @@ def whole_numbers(text: str) -> list[int]:
 
 def check_flags(args) -> None:
     """Raises ValueError that names the flag to change."""
-    for name in args.methods:
-        if name not in TABLE:
-            raise ValueError(f"unknown method {name!r}: --methods takes {', '.join(TABLE)}")
+    for label in args.methods:
+        check_label(label)
     least = {"gamma": 1, "max_len": 1, "n_prompts": 1, "prompt_tokens": 1, "repeats": 1, "threads": 0,
              "ppl_tokens": 2, "window": 2, "stride": 1, "tv_positions": 0, "tv_draws": 1}
     for key, low in least.items():
@@ -345,42 +189,50 @@ def set_up(args, for_ppl: bool) -> Setup:
     tokenizer = load_tokenizer(pair.target)
     for draft in pair.drafts:
         check_pair(tokenizer, load_tokenizer(draft))
-    setup = Setup(args, pair, tokenizer, load_model(pair.target, device, dtype), None)
-    setup.drafts = [load_model(draft, device, dtype) for draft in pair.drafts]
+    s = Setup(args, pair, tokenizer, load_model(pair.target, device, dtype))
+    s.drafts = [load_model(draft, device, dtype) for draft in pair.drafts]
     if pair.draft is not None:
-        setup.draft = setup.drafts[pair.drafts.index(pair.draft)]
-    for model in (*setup.drafts, setup.target):  # the table names the target's
-        setup.engine = use_engine(model, "packed" if args.engine == "auto" else args.engine)
-    if args.engine == "auto":
-        setup.engine = setup.engine.split()[0]  # nothing was asked for, so there is nothing to explain
-    return setup
+        s.draft = s.drafts[pair.drafts.index(pair.draft)]
+    s.stock_target, s.stock_draft = s.target, s.draft
+    choose_engine(s, device, dtype)
+    if args.peers and not for_ppl and s.engine != "eager":
+        s.stock_target = load_model(pair.target, device, dtype)
+        s.stock_draft = load_model(pair.draft, device, dtype) if pair.draft is not None else None
+    return s
+
+
+def choose_engine(s: Setup, device, dtype) -> None:
+    """Put the models on --engine; the table's head says where one of them is not on it, or not wholly."""
+    wanted = pick_engine(s.args.engine, device, dtype)
+    names = [Path(name).name for name in (s.pair.target, *s.pair.drafts)]
+    used = [use_engine(model, wanted) for model in (s.target, *s.drafts)]
+    s.engine = used[0].split()[0]
+    s.engine_note = "; ".join(f"{name}: {engine}" for name, engine in zip(names, used) if engine != wanted)
 
 
 def usable_methods(s: Setup) -> list[str]:
-    """The methods asked for that the pair has the models for; those it has not are named once."""
-    have = {"": True, "draft": s.draft is not None, "drafts": len(s.drafts) > 1}
-    missing = [name for name in s.args.methods if not have[TABLE[name].models]]
+    """The labels asked for that can run here; the others are named once, with the reason."""
+    drafts = {"": 0, "draft": 1, "drafts": 2}
+    missing = [label for label in s.args.methods if len(s.drafts) < drafts[TABLE[name_of(label)].models]]
     if missing:
         print(f"left out, as {s.pair.name} has not the drafts for them: {', '.join(missing)} (--draft adds one)")
-    if "hf-assisted" in s.args.methods and s.draft is not None and logit_width(s.target) != logit_width(s.draft):
+    assisted = [label for label in s.args.methods if name_of(label) == "hf-assisted" and label not in missing]
+    if assisted and logit_width(s.target) != logit_width(s.draft):
         print("left out: hf-assisted, as transformers refuses two models whose logits differ in width")
-        missing.append("hf-assisted")
+        missing += assisted
+    lacks = what_llama_cpp_lacks(s.pair.target) if "llama-cpp" in s.args.methods else None
+    if lacks:
+        print(f"left out: llama-cpp, as {lacks}")
+        missing.append("llama-cpp")
     if s.args.gammas and len(s.args.gammas) != len(s.drafts):
         raise ValueError(f"--gammas needs one number for each of the {len(s.drafts)} drafts, got {s.args.gammas}")
     if len(missing) == len(s.args.methods):
-        raise ValueError(f"{s.pair.name} has no draft that fits --methods: add --draft, or name other methods")
-    return [name for name in s.args.methods if name not in missing]
+        raise ValueError(f"none of --methods can run with {s.pair.name}: add --draft, or name other methods")
+    return [label for label in s.args.methods if label not in missing]
 
 
 def logit_width(model) -> int:
     return model.config.get_text_config(decoder=True).vocab_size
-
-
-def prepare_controller(s: Setup, methods) -> None:
-    """Measure, before any decoding, the costs that the cost-aware controller is told; a no-op for the others."""
-    if "dynamic" in methods and s.args.controller == "cost":
-        print("measuring the costs of a draft step and of a verification ...", flush=True)
-        s.costs = measure_costs(s.target, s.draft, 2 * s.args.gamma)
 
 
 def sampling_params(s: Setup) -> SamplingParams:
@@ -409,6 +261,7 @@ def meta_of(s: Setup, argv: list[str]) -> dict:
         "target": Path(s.pair.target).name,
         "draft": Path(s.pair.draft).name if s.pair.draft else None,
         "engine": s.engine,
+        "engine_note": s.engine_note,
         "temperature": a.temperature,
         "top_k": a.top_k,
         "top_p": a.top_p,
@@ -416,178 +269,120 @@ def meta_of(s: Setup, argv: list[str]) -> dict:
     }
 
 
-def write_header(results: Results, lines: dict) -> None:
-    """The head of a table: who measured what, on which machine, with which command."""
-    meta = results.meta
-    results.say(f"\n== {meta['date']}  commit {meta['commit']}")
-    draft = f" <- {meta['draft']}" if meta["draft"] else ""
-    shown = {
-        "command": meta["command"],
-        "pair": f"{meta['pair']}: {meta['target']}{draft}",
-        "machine": f"{meta['device']}, {meta['threads']} threads, {meta['dtype']}, engine {meta['engine']}",
-        "versions": meta["versions"],
-        **lines,
-    }
-    for key, value in shown.items():
-        results.say(f"{key:9} {value}")
-
-
-# ------------------------------------------------------------------------------------- measuring one generation
-
-
-class Watch:
-    """Counts the forward passes of target and drafts and, on a CPU, the seconds inside them, with hooks that
-    see every method alike, transformers' own among them."""
-
-    def __init__(self, s: Setup):
-        self.timed = s.target.device.type == "cpu"
-        self.models = [s.target, *s.drafts]
-
-    def __enter__(self):
-        self.calls, self.seconds = [0] * len(self.models), 0.0
-        self.hooks = []
-        for i, model in enumerate(self.models):
-            self.hooks.append(model.register_forward_pre_hook(lambda *_: self.begin()))
-            self.hooks.append(model.register_forward_hook(lambda *_, i=i: self.end(i)))
-        return self
-
-    def begin(self):
-        self.started = time.perf_counter()
-
-    def end(self, i):
-        self.seconds += time.perf_counter() - self.started
-        self.calls[i] += 1
-
-    def __exit__(self, *_):
-        for hook in self.hooks:
-            hook.remove()
-
-
-def measured(s: Setup, name: str, ids: list[int], params: SamplingParams, prompt: int, repeat: int) -> dict:
-    """Run one method on one prompt: its run_record, with the tokens. The garbage collector is off meanwhile.
-
-    Each prompt and repeat has a seed of its own, the same for every method: with one seed for all they would
-    share their random numbers, and the intervals would be too narrow.
-    """
-    device = s.target.device
-    params = replace(params, seed=params.seed + 1000 * repeat + prompt)
-    gc.collect()
-    reset_peak_memory(device)
-    gc.disable()
-    try:
-        with Watch(s) as watch:
-            out = TABLE[name].run(s, ids, params)
-    finally:
-        gc.enable()
-    out.target_forwards = watch.calls[0]
-    out.draft_forwards = sum(watch.calls[1:])
-    wall = out.last_commit - out.start if out.tokens else None
-    return run_record(
-        out, prompt, repeat, method=name, tokens=out.tokens, finish_reason=out.finish_reason,
-        peak_memory_mb=peak_memory_mb(device),
-        loop_share=1 - watch.seconds / wall if wall and watch.timed else None,
-        mean_log_likelihood=getattr(out, "mean_log_likelihood", None),
-    )
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # Linux: 5 resets the high-water mark of the resident memory
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """The most memory during the run [MB]: allocated on the GPU, or resident in the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return int(found[1]) * 1024 / 1e6 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-
-
 # ------------------------------------------------------------------------------------- speed
 
 SPEED_COLUMNS = [
-    Column("method", "method", "", 12),
+    Column("method", "label", "", 18),
     Column("TTFT s", "ttft_s", ".3f", 7),
     Column("TPOT ms [95% CI]", "tpot_ms", ".1f", 22, ci=True),
     Column("tokens/s", "throughput", ".2f", 8),
     Column("speedup [95% CI]", "speedup", ".2f", 20, ci=True),
+    Column("decode x", "decode_speedup", ".2f", 8),
+    Column("predicted", "predicted", ".2f", 9),
     Column("alpha", "alpha", ".3f", 6),
+    Column("gamma", "mean_gamma", ".2f", 5),
     Column("tok/round", "tokens_per_round", ".2f", 9),
     Column("target calls", "target_forwards", ".1f", 12),
     Column("draft calls", "draft_forwards", ".1f", 11),
     Column("loop %", "loop_percent", ".1f", 6),
     Column("peak MB", "peak_memory_mb", ".0f", 8),
     Column("text PPL", "generated_ppl", ".2f", 8),
-    Column("law", "law", "", 8),
+    Column("law", "law", "", 13),
 ]
+SPEED_NOTES = """\
+TTFT, TPOT, tokens/s: medians over prompts x repeats; speedup: median of the paired ratios of tokens/s to target's;
+decode x: the same of TPOT, without the first round and its prefill; predicted: what the costs measured beforehand say
+of decode x; gamma: proposed in a round, on average; loop %: share of the time outside the models' forwards;
+text PPL: the text's own, under the target."""
 
 
 def run_speed(s: Setup, argv: list[str]) -> bool:
     """The speed table of each prompt set; False when a lossless method broke greedy equality."""
-    methods, params = usable_methods(s), sampling_params(s)
-    sets = prompt_sets(s, methods)
-    prepare_controller(s, methods)
+    labels, params = usable_methods(s), sampling_params(s)
+    sets = prompt_sets(s, labels)
+    lengths = [len(prompt.ids) for prompts in sets for prompt in prompts]
+    if "llama-cpp" in labels:
+        s.llama = LlamaCpp(gguf_of(s.pair.target), torch.get_num_threads(), max(lengths) + s.args.max_len)
+    prepare_costs(s, labels, round(median(lengths)))
     results = Results(s.args.out, {**meta_of(s, argv), "max_new_tokens": s.args.max_len})
-    journal = s.args.out / "results.partial.jsonl"
-    recover(journal, s.args.out)
-    warm_up(s, methods, params, sets[0][0])
-    # A list: every set is measured, also behind one that failed.
-    return all([speed_of_set(s, results, journal, methods, params, prompts) for prompts in sets])
+    recover(s.args.out)
+    warm_up(s, labels, params, sets[0][0])
+    everything, good = {label: [] for label in labels}, True
+    with Journal(s.args.out) as journal:
+        for prompts in sets:  # every set is measured, also behind one that failed
+            runs = speed_of_set(s, results, journal, labels, params, prompts)
+            good &= same_ids(s, results, runs, prompts)
+            for label, records in runs.items():
+                everything[label] += [{**r, "prompt": (prompts[0].source, r["prompt"])} for r in records]
+    if s.args.peers:
+        write_peers(s, results, everything)
+    return good
 
 
-def prompt_sets(s: Setup, methods) -> list:
+def prompt_sets(s: Setup, labels) -> list:
     """The prompts of each set; ValueError if one is longer than the context of a model that has to read it whole."""
-    sets = [prompt_set(name, s.tokenizer, s.args.n_prompts, s.args.prompt_tokens, s.args.chat)
-            for name in text_names(s.args)]
+    sets = [prompts_of(s, name, s.args.n_prompts) for name in text_names(s.args)]
     longest = max((prompt for prompts in sets for prompt in prompts), key=lambda prompt: len(prompt.ids))
-    readers = [s.target, *([s.draft] if {"small", "hf-assisted", "draft-score"} & set(methods) else [])]
-    for model in map(CachedModel, readers):
+    draft_reads = {"small", "hf-assisted", "draft-score"} & set(map(name_of, labels))
+    for model in map(CachedModel, [s.target, *([s.draft] if draft_reads else [])]):
         if len(longest.ids) > (model.context_length or math.inf):
             raise ValueError(f"a prompt of {longest.source} has {len(longest.ids)} tokens and {model.name} a context "
                              f"of {model.context_length}: cut it with --prompt-tokens")
     return sets
 
 
-def warm_up(s: Setup, methods, params, prompt) -> None:
+def prompts_of(s: Setup, name: str, n: int) -> list:
+    """n prompts of a set. A running text is to be continued, not answered: --chat leaves it as it is."""
+    return prompt_set(name, s.tokenizer, n, s.args.prompt_tokens, s.args.chat and name not in TEXTS)
+
+
+def warm_up(s: Setup, labels, params, prompt) -> None:
     """Every method once on a few tokens, so that no first call's allocations fall into a measurement."""
     few = SamplingParams(params.temperature, params.top_k, params.top_p, 8, (), 0)
-    for name in methods:
-        TABLE[name].run(s, prompt.ids, few)
+    for label in labels:
+        decoded(s, label, prompt.ids, few)
     gc.collect()
     gc.freeze()  # what is alive now stays: the collections between the measurements need not look at it
 
 
-def speed_of_set(s: Setup, results: Results, journal: Path, methods, params, prompts) -> bool:
-    """Measure, interleaved prompt by prompt, then write the rows, also when it is interrupted half-way."""
+def speed_of_set(s: Setup, results: Results, journal: "Journal", labels, params, prompts) -> dict:
+    """Measure, interleaved prompt by prompt, then write the rows, also when it is interrupted half-way. Returns the
+    run_records of each label."""
     text = prompts[0].source
-    append(journal, json.dumps({"meta": results.meta, "text": text}))
+    journal.write({"meta": results.meta, "text": text})
     plan = [(i, repeat) for repeat in range(s.args.repeats) for i in range(len(prompts))]
-    runs = {name: [] for name in methods}
+    runs = {label: [] for label in labels}
     try:
-        with tqdm(total=len(plan) * len(methods), desc=f"speed on {text}", unit="run", leave=False) as bar:
+        with tqdm(total=len(plan) * len(labels), desc=f"speed on {text}", unit="run", leave=False) as bar:
             for turn, (i, repeat) in enumerate(plan):
-                shift = turn % len(methods)  # no method always comes after the same other one
-                for name in methods[shift:] + methods[:shift]:
-                    bar.set_postfix_str(name)
-                    runs[name].append(measured(s, name, prompts[i].ids, params, i, repeat))
-                    append(journal, json.dumps(runs[name][-1]))
+                shift = turn % len(labels)  # no method always comes after the same other one
+                for label in labels[shift:] + labels[:shift]:
+                    bar.set_postfix_str(label)
+                    runs[label].append(measured(s, label, prompts[i].ids, params, i, repeat))
+                    journal.write(runs[label][-1])
                     bar.update()
     finally:
         if any(runs.values()):
-            write_header(results, {
+            results.header({
                 "prompts": f"{len(prompts)} x {text} of {length_range(prompts)} tokens, max_len "
                            f"{params.max_new_tokens}, repeats {s.args.repeats}",
-                "sampling": f"temperature {params.temperature:g}, top_k {params.top_k}, top_p {params.top_p:g}, "
-                            f"seed {params.seed} + prompt + 1000 x repeat, gamma {s.args.gamma}, "
-                            f"controller {s.args.controller}",
-            })
+                **how_decoded(s)})
             write_speed_rows(s, results, runs, prompts, text)
-        journal.unlink(missing_ok=True)
-    return same_ids(s, results, runs, prompts)
+        journal.clear()
+    return runs
+
+
+def how_decoded(s: Setup) -> dict:
+    """Lines of a table's head."""
+    a, lines = s.args, {}
+    lines["sampling"] = (f"temperature {a.temperature:g}, top_k {a.top_k}, top_p {a.top_p:g}, "
+                         f"seed {a.seed} + prompt + 1000 x repeat, gamma {a.gamma}, controller {a.controller}")
+    if s.costs is not None:
+        v = ", ".join(f"v({n}) = {s.costs.v[n - 1]:.2f}" for n in (2, 3, 5, 9, 17) if n <= len(s.costs.v))
+        lines["costs"] = f"target step {1000 * s.costs.t_target:.2f} ms, c = {s.costs.c:.3f}, {v}"
+    if a.peers:
+        lines["peers"] = "hf, hf-assisted and hf-lookup run on unmodified models of their own, engine eager"
+    return lines
 
 
 def length_range(prompts) -> str:
@@ -597,32 +392,34 @@ def length_range(prompts) -> str:
 
 def write_speed_rows(s: Setup, results: Results, runs: dict, prompts, text: str) -> None:
     results.table(SPEED_COLUMNS)
-    for name, records in runs.items():
-        if not records:
-            continue
-        results.row(text=text, **speed_row(s, name, records, runs.get("target", [])),
-                    **text_quality(s, records, prompts))
-    results.say("TTFT, TPOT, tokens/s: medians over prompts x repeats; speedup: median of the paired ratios to target;")
-    results.say("loop %: share of the time outside the models' forwards; text PPL: the text's own, under the target.")
+    for records in runs.values():
+        if records:
+            results.row(text=text, **speed_row(records, runs.get("target", [])), **text_quality(s, records, prompts))
+    for line in SPEED_NOTES.splitlines():
+        results.say(line)
 
 
-def speed_row(s: Setup, name: str, records: list[dict], reference: list[dict]) -> dict:
-    gamma = None
-    if name in ("spec", "lookup", "hf-assisted"):
-        gamma = s.args.gamma
-    elif name == "dynamic":
-        gamma = s.args.controller
-    elif name == "multi":
-        gamma = s.multi_gammas()
-    return {"gamma": gamma, **method_row(name, records, reference)}
-
-
-def method_row(name: str, records: list[dict], reference: list[dict]) -> dict:
-    """What the records alone tell of a method; a killed run's journal has no more."""
+def speed_row(records: list[dict], reference: list[dict]) -> dict:
+    """A method's row, from its records alone: a killed run's journal has no more."""
     row = summarise(records, reference)
     row["loop_percent"] = None if row["loop_share"] is None else 100 * row["loop_share"]
-    lossless = TABLE[name].lossless
-    return {"method": name, "lossless": lossless, "law": "target's" if lossless else "lossy", **row}
+    base = {(r["prompt"], r["repeat"]): r["tpot_ms"] for r in reference}
+    paired = [(base.get((r["prompt"], r["repeat"])), r["tpot_ms"]) for r in records]
+    row["decode_speedup"] = median(theirs / ours for theirs, ours in paired if theirs and ours)
+    row["predicted"] = median(r["predicted"] for r in records)
+    return {**{key: records[0][key] for key in IDENTITY}, **row}
+
+
+def write_peers(s: Setup, results: Results, runs: dict) -> None:
+    """All prompt sets together: every method beside the best of transformers' and beside llama.cpp."""
+    sources = list(dict.fromkeys(r["prompt"][0] for records in runs.values() for r in records))
+    results.header({"prompts": f"{', '.join(sources)} together; max_len {s.args.max_len}", **how_decoded(s)})
+    results.table(PEER_COLUMNS)
+    for row in compare(runs):
+        results.row(text="all", **{**{key: runs[row["label"]][0][key] for key in IDENTITY}, **row})
+    results.say("x: medians of the ratios of tokens/s, paired by prompt and repeat, to target, to transformers'")
+    results.say(f"fastest method here ({best_of(runs, 'hf')}) and to llama.cpp. Laws: int8 target's is the quantised")
+    results.say("target's; llama.cpp computes with 4-bit weights and 8-bit activations in its own kernels.")
 
 
 def text_quality(s: Setup, records: list[dict], prompts) -> dict:
@@ -635,13 +432,23 @@ def text_quality(s: Setup, records: list[dict], prompts) -> dict:
 
 
 def same_ids(s: Setup, results: Results, runs: dict, prompts) -> bool:
-    """Greedy in float32, every lossless method must emit the target's ids; says where one does not."""
-    if s.args.temperature > 0 or s.target.dtype != torch.float32 or not runs.get("target"):
+    """Greedy in float32, the lossless methods of one law must emit the same ids; says where one does not."""
+    if s.args.temperature > 0 or s.target.dtype != torch.float32:
         return True
-    expected = {(r["prompt"], r["repeat"]): r["tokens"] for r in runs["target"]}
+    good = True
+    for law in dict.fromkeys(records[0]["law"] for records in runs.values() if records and records[0]["lossless"]):
+        group = {label: records for label, records in runs.items() if records and records[0]["law"] == law}
+        reference = next((label for label in ("target", "hf") if label in group), None)
+        if reference is not None and len(group) > 1:
+            good &= equal_ids(s, results, group, reference, prompts)
+    return good
+
+
+def equal_ids(s: Setup, results: Results, runs: dict, reference: str, prompts) -> bool:
+    expected = {(r["prompt"], r["repeat"]): r["tokens"] for r in runs[reference]}
     good, compared = True, 0
-    for name, records in runs.items():
-        for r in records if TABLE[name].lossless and name != "target" else []:
+    for label, records in runs.items():
+        for r in records if label != reference else []:
             tokens = expected.get((r["prompt"], r["repeat"]))
             if tokens is None:
                 continue
@@ -650,41 +457,76 @@ def same_ids(s: Setup, results: Results, runs: dict, prompts) -> bool:
                 good = False
                 at = next((i for i, (a, b) in enumerate(zip(tokens, r["tokens"])) if a != b),
                           min(len(tokens), len(r["tokens"])))
-                gap = top_two_gap(s, prompts[r["prompt"]].ids + tokens[:at])
-                results.say(f"DIFFERENT: {name}, prompt {r['prompt']}, new token {at}: {r['tokens'][at:at + 1]} "
+                gap = top_two_gap(s.target if reference == "target" else s.stock_target,
+                                  prompts[r["prompt"]].ids + tokens[:at])
+                results.say(f"DIFFERENT: {label}, prompt {r['prompt']}, new token {at}: {r['tokens'][at:at + 1]} "
                             f"instead of {tokens[at:at + 1]}; the target's two best logits there are {gap:.2e} apart")
     if good and compared:
-        results.say(f"greedy ids: all {compared} generations of lossless methods equal the target's")
+        whose = f"the {runs[reference][0]['law']}" if reference == "target" else f"those of {reference}"
+        results.say(f"greedy ids: all {compared} generations of lossless methods equal {whose}")
     return good
 
 
 @torch.inference_mode()
-def top_two_gap(s: Setup, ids: list[int]) -> float:
+def top_two_gap(model, ids: list[int]) -> float:
     """Between the two largest logits after `ids`: a tiny gap means that rounding decided."""
-    best = s.target(torch.tensor([ids], device=s.target.device), logits_to_keep=1).logits[0, -1].float().topk(2)
+    best = model(torch.tensor([ids], device=model.device), logits_to_keep=1).logits[0, -1].float().topk(2)
     return float(best.values[0] - best.values[1])
 
 
-def recover(journal: Path, folder: Path) -> None:
-    """Write the rows of a run that was killed outright (its generations stand in the journal)."""
-    if not journal.exists():
-        return
+class Journal:
+    """The generations of the set that is being measured, a JSON line each, for the next run in the same folder if this
+    one is killed outright. Locked as long as its process lives: two runs in one folder leave each other's alone."""
+
+    PATTERN = "results.partial.*.jsonl"
+
+    def __init__(self, folder: Path):
+        self.path = None
+        while self.path is None or not self.path.exists():  # unlocked, another run may take it for a dead one's
+            handle, path = tempfile.mkstemp(".jsonl", "results.partial.", folder)
+            self.file, self.path = os.fdopen(handle, "a"), Path(path)
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def write(self, record: dict) -> None:
+        append(self.path, json.dumps(record))
+
+    def clear(self) -> None:
+        """The rows are written: nothing is left to recover."""
+        self.file.truncate(0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.path.unlink(missing_ok=True)
+        self.file.close()
+
+
+def recover(folder: Path) -> None:
+    """Write the rows of runs that were killed outright (their generations stand in their journals)."""
+    for path in sorted(folder.glob(Journal.PATTERN)):
+        with open(path, encoding="utf-8") as file, contextlib.suppress(BlockingIOError):  # its run is alive
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_recovered(folder, file.read().splitlines())
+            path.unlink()
+
+
+def write_recovered(folder: Path, lines: list[str]) -> None:
     meta, text, runs = None, None, {}
-    for line in journal.read_text(encoding="utf-8").splitlines():
+    for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the line at which it was killed
             record = json.loads(line)
             if "meta" in record:
                 meta, text = record["meta"], record["text"]
             else:
-                runs.setdefault(record["method"], []).append(record)
-    if meta and runs:
+                runs.setdefault(record["label"], []).append(record)
+    if runs:
         results = Results(folder, meta)
         results.say(f"\n== {meta['date']}  commit {meta['commit']}  (recovered: the run was killed)")
         results.say(f"command   {meta['command']}")
         results.table(SPEED_COLUMNS)
-        for name, records in runs.items():
-            results.row(text=text, **method_row(name, records, runs.get("target", [])))
-    journal.unlink()
+        for records in runs.values():
+            results.row(text=text, **speed_row(records, runs.get("target", [])))
 
 
 # ------------------------------------------------------------------------------------- perplexity
@@ -692,6 +534,7 @@ def recover(journal: Path, folder: Path) -> None:
 PLAIN_LAW = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # perplexity is that of the models' own laws
 PPL_COLUMNS = [
     Column("perplexity of", "method", "", 28),
+    Column("engine", "engine", "", 6),
     Column("text", "text", "", 12),
     Column("token PPL", "ppl", ".6f", 12),
     Column("word PPL", "word_ppl", ".3f", 12),
@@ -723,14 +566,23 @@ def run_ppl(s: Setup, argv: list[str]) -> None:
         raise ValueError("perplexity needs a running text: --prompts wikitext, pg19 or shakespeare")
     window = min(s.args.window, *(CachedModel(m).context_length or s.args.window for m in (s.target, *s.drafts)))
     stride = min(s.args.stride, window)
-    write_header(results, {"text": f"the first {s.args.ppl_tokens} tokens of {', '.join(names)}; window {window}, "
-                                   f"stride {stride}; every token but the first scored once"})
+    results.header({"text": f"the first {s.args.ppl_tokens} tokens of {', '.join(names)}; window {window}, "
+                            f"stride {stride}; every token but the first scored once"})
     results.table(PPL_COLUMNS)
     how = {"window": window, "stride": stride, "progress": True}
+    plain = plain_perplexities(s, names, how) if s.engine == "int8" else {}
     for name in names:
+        if plain:
+            row_of_ppl(results, "target", name, plain[name], engine="eager")
         ppl_rows(s, results, name, how)
     if s.draft is not None and s.args.tv_positions:
         law_rows(s, results, names)
+
+
+def plain_perplexities(s: Setup, names: list[str], how: dict) -> dict:
+    """Of the target as it was before its weights were quantised, for each text; loaded once more, and released."""
+    model = load_model(s.pair.target, s.target.device, s.target.dtype)
+    return {name: text_perplexity(model, s.tokenizer, text_of(name), s.args.ppl_tokens, **how) for name in names}
 
 
 def ppl_rows(s: Setup, results: Results, name: str, how: dict) -> None:
@@ -749,12 +601,13 @@ def ppl_rows(s: Setup, results: Results, name: str, how: dict) -> None:
         row_of_ppl(results, label, name, found, cut)
 
 
-def row_of_ppl(results: Results, label: str, text: str, found, law=PLAIN_LAW) -> None:
-    """law: the temperature, top_k and top_p that were scored; those of the flags are for the decoders."""
+def row_of_ppl(results: Results, label: str, text: str, found, law=PLAIN_LAW, **more) -> None:
+    """law: the temperature, top_k and top_p that were scored; those of the flags are for the decoders. more: other
+    entries of the row."""
     results.row(method=label, text=text, lossless=None, seed=None, **law, ppl=found.ppl, word_ppl=found.word_perplexity,
                 byte_ppl=found.byte_perplexity, n_tokens=found.n_tokens, n_words=found.n_words,
                 n_bytes=found.n_bytes, window=found.window, stride=found.stride,
-                max_deviation=found.max_deviation, n_impossible=found.n_impossible)
+                max_deviation=found.max_deviation, n_impossible=found.n_impossible, **more)
 
 
 def law_rows(s: Setup, results: Results, names: list[str]) -> None:
@@ -784,19 +637,18 @@ def run_show(s: Setup) -> bool:
     """Stream one prompt per method: what was accepted, what the target added, what it corrected."""
     params = sampling_params(s)
     name = text_names(s.args)[0]
-    prompt = prompt_set(name, s.tokenizer, 1, s.args.prompt_tokens, s.args.chat)[0]
+    prompt = prompts_of(s, name, 1)[0]
     plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
     style = MARKS if plain else COLOURS
     legend = ", ".join(style[kind].format(kind) for kind in style)
-    drafters = {"spec": lambda: ModelDrafter(s.draft, s.args.gamma), "lookup": lambda: NGramDrafter(s.args.gamma),
-                "dynamic": lambda: ModelDrafter(s.draft, s.controller())}
-    shown = [m for m in usable_methods(s) if m in drafters]
+    shown = {label: setting_of(s.args, label) for label in usable_methods(s) if name_of(label) in DRAFTERS}
     if not shown:
-        raise ValueError(f"--show takes --methods {', '.join(drafters)}")
-    prepare_controller(s, shown)
-    for method in shown:
-        print(f"\n[{method}, {name}: {legend}]\n{prompt.text}", end="", flush=True)
-        out = show_one(s, drafters[method](), prompt, params, style)
+        raise ValueError(f"--show takes --methods {', '.join(DRAFTERS)}")
+    if "combined" in shown or "cost" in shown.values():
+        prepare_costs(s, shown, len(prompt.ids))
+    for label, setting in shown.items():
+        print(f"\n[{label}, {name}: {legend}]\n{prompt.text}", end="", flush=True)
+        out = show_one(s, DRAFTERS[name_of(label)](s, setting), prompt, params, style)
         rate = "-" if out.acceptance_rate is None else f"{out.acceptance_rate:.3f}"
         speed = f"{out.throughput:.2f} tokens/s, " if out.tokens else ""
         print(f"\n[{speed}alpha {rate}, {len(out.rounds)} rounds for {len(out.tokens)} tokens]")
@@ -808,9 +660,9 @@ def show_one(s: Setup, drafter, prompt, params: SamplingParams, style: dict) -> 
     text = {"shown": s.tokenizer.decode(prompt.ids)}
 
     def paint(ids):
-        level = drafter.levels[-1]
-        accepted, proposed = level.accepted - seen["accepted"], level.proposed - seen["proposed"]
-        seen.update(accepted=level.accepted, proposed=level.proposed)
+        now = {key: sum(getattr(level, key) for level in drafter.levels) for key in seen}
+        accepted, proposed = (now[key] - seen[key] for key in ("accepted", "proposed"))
+        seen.update(now)
         for i, token in enumerate(ids):
             kind = "accepted" if i < accepted else "bonus" if accepted == proposed else "corrected"
             done.append(token)

@@ -1,5 +1,6 @@
 """The benchmark driver, end to end on a tiny pair, and the figures it reports."""
 
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -7,17 +8,22 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+import methods
 import metrics
+import peers
 from conftest import ROOT, tiny_model
-from costModel import measure_costs, step_times
+from costModel import Costs, measure_costs, step_times
 from metrics import FIELDS, Column, Generation, Results, Round, median_interval, run_record, summarise
+from utils import SamplingParams
 
 TEXT = "\n\n".join(f"Line {i}: the cat sat on the mat and the dog ran to the hill, {i % 7} times." for i in range(60))
 
@@ -68,8 +74,8 @@ def run(bench, folders, tmp_path, monkeypatch):
 
 def test_every_method_has_its_row_and_the_same_greedy_ids(run, bench, tmp_path):
     code, rows, text = run("--speed", 1, "--n-prompts", 2, "--repeats", 2)
-    assert code == 0 and "all 24 generations of lossless methods equal the target's" in text  # 6 x 2 x 2
-    assert [row["method"] for row in rows] == list(bench.TABLE)
+    assert code == 0 and "all 32 generations of lossless methods equal the target's" in text  # 8 x 2 x 2
+    assert [row["method"] for row in rows] == list(bench.METHODS)
     for row in rows:
         assert set(FIELDS) <= set(row)
         assert row["ppl"] is None and row["n_prompts"] == 2 and row["repeats"] == 2 and row["seed"] == 0
@@ -82,7 +88,11 @@ def test_every_method_has_its_row_and_the_same_greedy_ids(run, bench, tmp_path):
     assert by_name["small"]["target_forwards"] == 0 and by_name["draft-score"]["target_forwards"] == 1
     assert 0 <= by_name["spec"]["alpha"] <= 1 and by_name["multi"]["gamma"] == [4, 4]
     assert by_name["draft-score"]["mean_log_likelihood"] < by_name["target"]["mean_log_likelihood"] < 0
-    assert not (tmp_path / "results.partial.jsonl").exists()
+    assert by_name["dynamic"]["controller"] == "aimd" and by_name["spec"]["controller"] is None
+    for name in ("spec", "dynamic", "multi", "lookup", "combined"):
+        assert by_name[name]["predicted"] > 0 and by_name[name]["decode_speedup"] > 0
+    assert by_name["target"]["decode_speedup"] == 1 and by_name["hf"]["predicted"] is None
+    assert not list(tmp_path.glob("results.partial*"))
 
 
 def test_the_table_lines_up(run):
@@ -90,8 +100,8 @@ def test_the_table_lines_up(run):
     lines = text.splitlines()
     rule = next(i for i, line in enumerate(lines) if set(line) == {"-", " "})
     head, *rows = lines[rule - 1], *lines[rule + 1 : rule + 3]
-    ends = [i for i, c in enumerate(lines[rule] + " ") if c == " " and i and lines[rule][i - 1] == "-"][1:]
-    for end in ends:  # all columns but the first are set flush right
+    ends = [i for i, c in enumerate(lines[rule] + " ") if c == " " and i and lines[rule][i - 1] == "-"][1:-1]
+    for end in ends:  # all columns but the first and the last, which are words, are set flush right
         assert head[end - 1] != " " and all(row[end - 1] != " " for row in rows)
     assert "1 x prompts.txt of 6 tokens" in text
 
@@ -110,8 +120,7 @@ def test_cost_aware_controller_runs_from_measured_costs(run):
 
 
 def test_a_method_that_is_not_lossless_fails_the_run(run, bench, monkeypatch):
-    wrong = bench.Method(bench.run_small, True, "draft", "claims to be lossless and is not")
-    monkeypatch.setitem(bench.TABLE, "spec", wrong)
+    monkeypatch.setitem(bench.TABLE, "spec", replace(bench.TABLE["small"], lossless=True))
     code, rows, text = run("--speed", 1, "--methods", "target,spec")
     assert code == 1 and len(rows) == 2
     assert "DIFFERENT: spec, prompt 0, new token" in text and "two best logits there are" in text
@@ -130,22 +139,46 @@ def test_ctrl_c_keeps_what_was_measured(run, bench, monkeypatch, tmp_path, at):
     monkeypatch.setattr(bench, "measured", interrupted)
     code, rows, _ = run("--speed", 1, "--methods", "target,spec")
     assert code == 130 and sum(row["n_prompts"] for row in rows) == at - 1
-    assert not (tmp_path / "results.partial.jsonl").exists()
+    assert not list(tmp_path.glob("results.partial*"))
 
 
 def test_a_killed_run_is_recovered_by_the_next(run, bench, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "write_speed_rows", lambda *_: None)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as if the process had died before
-    run("--speed", 1, "--methods", "target,spec")
+    monkeypatch.setattr(bench.Journal, "clear", lambda _: None)  # as if the process had died before
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    run("--speed", 1, "--methods", "target,spec:2")
     monkeypatch.undo()
-    journal = tmp_path / "results.partial.jsonl"
+    journal, = tmp_path.glob("results.partial.*.jsonl")
     journal.write_text(journal.read_text()[:-40])  # the last line is cut off
-    bench.recover(journal, tmp_path)
+    bench.recover(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert {row["method"]: row["n_prompts"] for row in rows} == {"target": 3, "spec": 2} or \
            {row["method"]: row["n_prompts"] for row in rows} == {"target": 2, "spec": 3}
     assert all(row["ttft_s"] > 0 and row["pair"] == "target+small+mid" for row in rows)
+    assert [(row["gamma"], row["label"]) for row in rows if row["method"] == "spec"] == [(2, "spec:2")]
     assert "recovered" in (tmp_path / "results.txt").read_text() and not journal.exists()
+
+
+def test_the_journal_of_a_living_run_is_left_alone(run, bench, tmp_path):
+    with bench.Journal(tmp_path) as other:
+        other.write({"meta": {"date": "", "commit": "", "command": "another run"}, "text": "x"})
+        code, rows, text = run("--speed", 1, "--methods", "target", "--n-prompts", 1)
+        assert code == 0 and "recovered" not in text and other.path.exists()
+    assert not list(tmp_path.glob("results.partial*"))
+
+
+def test_a_journal_whose_name_was_taken_away_before_it_was_locked_is_made_anew(bench, monkeypatch, tmp_path):
+    lock, removed = bench.fcntl.flock, []
+
+    def another_run_was_faster(file, how):
+        if not removed:
+            removed.extend(tmp_path.glob("results.partial*"))
+            removed[0].unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(bench.fcntl, "flock", another_run_was_faster)
+    with bench.Journal(tmp_path) as journal:
+        assert journal.path.exists() and journal.path != removed[0]
 
 
 def test_generate_ends_at_the_context_and_its_own_defaults_are_set_aside(run, folders, tmp_path):
@@ -155,8 +188,8 @@ def test_generate_ends_at_the_context_and_its_own_defaults_are_set_aside(run, fo
     shutil.copytree(folders / "target", penalised)
     (penalised / "generation_config.json").write_text(json.dumps({**config, "repetition_penalty": 5.0}))
     (tmp_path / "long.txt").write_text(TEXT.replace("\n\n", " "))
-    for temperature, methods in ((0, "target,spec,hf,hf-assisted"), (1, "target,hf")):
-        code, rows, _ = run("--speed", 1, "--target", penalised, "--methods", methods, "--prompts",
+    for temperature, names in ((0, "target,spec,hf,hf-assisted,hf-lookup"), (1, "target,hf")):
+        code, rows, _ = run("--speed", 1, "--target", penalised, "--methods", names, "--prompts",
                             tmp_path / "long.txt", "--prompt-tokens", 250, "--temperature", temperature, "--n-prompts", 1)
         assert code == 0 and rows[-1]["n_tokens"] == rows[-2]["n_tokens"] == 6  # the context has 256 positions
 
@@ -172,6 +205,207 @@ def test_logits_of_two_widths_leave_out_only_assisted_generation(run, bench, fol
     rows = [json.loads(line)["method"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert "spec" in rows and "hf" in rows and "hf-assisted" not in rows
     assert "left out: hf-assisted" in capsys.readouterr().out
+
+
+def test_a_draft_with_a_longer_context_writes_no_more_than_its_target_can_score(run, bench, folders, tmp_path):
+    longer = tmp_path / "longer"
+    shutil.copytree(folders / "small", longer)
+    tiny_model("llama", seed=2, sharpness=20, vocab=300, positions=512).save_pretrained(longer)
+    (tmp_path / "long.txt").write_text(TEXT.replace("\n\n", " "))
+    flags = ["--target", folders / "target", "--draft", longer, "--speed", 1, "--methods", "small,target,draft-score",
+             "--prompts", tmp_path / "long.txt", "--prompt-tokens", 250, "--max-len", 12, "--device", "cpu", "--out",
+             tmp_path]
+    assert bench.main([*map(str, flags)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["n_tokens"] for row in rows] == [6, 6, 6] and rows[0]["generated_ppl"] > 1
+
+
+def test_a_tiny_temperature_is_greedy_for_everybody(run):
+    code, rows, _ = run("--speed", 1, "--methods", "target,spec,hf,hf-assisted,hf-lookup", "--temperature", 1e-40,
+                        "--n-prompts", 1)
+    assert code == 0 and len({row["mean_log_likelihood"] for row in rows}) == 1
+
+
+def test_methods_with_settings_stand_in_one_table(run, bench):
+    labels = ["target", "spec:1", "spec:3", "lookup:2", *(f"dynamic:{name}" for name in bench.CONTROLLERS)]
+    code, rows, text = run("--speed", 1, "--methods", ",".join(labels), "--n-prompts", 1)
+    assert code == 0 and [row["label"] for row in rows] == labels
+    assert [row["method"] for row in rows] == ["target", "spec", "spec", "lookup"] + ["dynamic"] * 5
+    assert [row["gamma"] for row in rows] == [None, 1, 3, 2, *bench.CONTROLLERS]
+    assert [row["controller"] for row in rows] == [None] * 4 + list(bench.CONTROLLERS)
+    assert max(rows[1]["gamma_log"]) == 1 and max(rows[2]["gamma_log"]) == 3 and rows[1]["mean_gamma"] <= 1
+    assert len(rows[2]["proposed_at"]) <= 3 and "dynamic:confidence" in text and "costs     target step" in text
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+def test_calls_and_time_are_seen_on_every_engine(run, engine):
+    """An engine may call a pass of its own in place of the model's."""
+    code, rows, _ = run("--speed", 1, "--methods", "target,spec,hf", "--engine", engine, "--n-prompts", 2)
+    by_name = {row["method"]: row for row in rows}
+    assert code == 0 and {row["engine"] for row in rows} == {engine}
+    assert by_name["target"]["target_forwards"] == by_name["hf"]["target_forwards"] == 12
+    assert by_name["spec"]["target_forwards"] == pytest.approx(12 / by_name["spec"]["tokens_per_round"])
+    assert 0 < by_name["target"]["loop_share"] < 1 and 0 < by_name["spec"]["loop_share"] < 1
+    # Quantisation turns a float32's last bit into a level: transformers' pass of an int8 model has its own law.
+    assert by_name["hf"]["lossless"] == (None if engine == "int8" else True)
+    assert by_name["hf"]["law"] == ("int8 hf pass" if engine == "int8" else "target's")
+
+
+def test_an_engine_that_cannot_be_had_is_named_with_its_reason(run):
+    _, rows, text = run("--speed", 1, "--methods", "target", "--engine", "graphs", "--n-prompts", 1)
+    assert rows[0]["engine"] == "eager" and "engine eager (target: eager (graphs needs CUDA)" in text
+
+
+def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
+    """Against the formula by hand: a target step 10 ms, v = 1, 1.2, 1.4, ...; drafts of 2 and 3 ms, 5 ms wide."""
+    s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(6)]),
+                        draft_times=[[0.002, 0.002], [0.003, 0.005]])
+    out = Generation(rounds=[Round(4, 4, 5), Round(4, 1, 2), Round(2, 2, 3), Round(0, 0, 1)])
+    watch = SimpleNamespace(draft_calls_later=lambda: [0, 6])
+    rounds = 0.018 + 0.014 + 0.010  # of the target over 5, 3 and 1 tokens
+    assert methods.predicted_speedup(s, "spec", out, watch) == pytest.approx(6 * 0.010 / (rounds + 6 * 0.003))
+    watch.draft_calls_later = lambda: [7, 2]
+    assert methods.predicted_speedup(s, "multi", out, watch) == pytest.approx(6 * 0.010 / (rounds + 7 * 0.002 + 2 * 0.005))
+    watch.draft_calls_later = lambda: [0, 0]
+    assert methods.predicted_speedup(s, "lookup", out, watch) == pytest.approx(6 * 0.010 / rounds)
+    assert methods.predicted_speedup(s, "hf-assisted", out, watch) is None
+    assert methods.predicted_speedup(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch) is None
+
+
+def test_costs_are_measured_for_every_gamma_of_the_run(bench, folders):
+    args = bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--draft",
+                        str(folders / "mid"), "--device", "cpu", "--max-len", "60"])
+    s = bench.set_up(args, for_ppl=False)
+    bench.prepare_costs(s, ["target", "hf"], 6)
+    assert s.costs is None  # nobody drafts
+    bench.prepare_costs(s, ["spec:20", "multi"], 6)
+    assert len(s.costs.v) == 21 and s.costs.v[0] == 1 and min(s.costs.v) > 0 and len(s.draft_times) == 2
+    bench.prepare_costs(s, ["spec:500"], 250)
+    assert len(s.costs.v) == 60  # a round of 60 tokens proposes no more than 59
+    assert s.costs.t_draft == s.draft_times[0][0]  # the draft alone is the smallest
+
+
+# ------------------------------------------------------------------------------------- peers
+
+
+class FakeLlama:
+    """What peers.LlamaCpp calls of the package llama_cpp: the target itself, greedy, token by token."""
+
+    def __init__(self, model_path, n_ctx, n_threads, n_threads_batch, n_gpu_layers, verbose):
+        from loadModel import load_model
+        self.model = load_model(Path(model_path).parent, torch.device("cpu"), torch.float32)
+        self.context, self.calls, self.threads = n_ctx, [], n_threads
+
+    def close(self):
+        pass
+
+    def reset(self):
+        self.calls.append("reset")
+
+    def set_seed(self, seed):
+        self.calls.append(seed)
+
+    def generate(self, tokens, **sampling):
+        self.calls.append(sampling)
+        ids = list(tokens)
+        while True:
+            assert len(ids) < self.context
+            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            yield ids[-1]
+
+
+@pytest.fixture
+def llama_cpp(folders, monkeypatch):
+    """The package and a GGUF file, both made up."""
+    gguf = folders / "target" / "target.Q4_1.gguf"
+    gguf.touch()
+    monkeypatch.setattr(peers, "MODELS", folders / "target")
+    module = SimpleNamespace(Llama=FakeLlama, __spec__=importlib.machinery.ModuleSpec("llama_cpp", None))
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    yield
+    gguf.unlink()
+
+
+@pytest.mark.parametrize("engine, law", [("packed", "target's"), ("int8", "int8 target's"), ("eager", "target's")])
+def test_peers_run_on_unmodified_models_and_are_compared_over_all_prompts(run, folders, llama_cpp, engine, law):
+    (folders / "other.txt").write_text("Line 9: the mat")
+    code, rows, text = run("--peers", "--engine", engine, "--prompts", folders / "other.txt", "--n-prompts", 2)
+    assert code == 0 and "DIFFERENT" not in text and "perplexity of" not in text
+    each, together = [row for row in rows if row["text"] != "all"], [row for row in rows if row["text"] == "all"]
+    labels = ["target", "spec", "dynamic:cost", "lookup:4", "lookup:8", "combined", "hf", "hf-assisted", "hf-lookup:4",
+              "hf-lookup:8", "llama-cpp"]
+    assert [row["label"] for row in each] == 2 * labels and [row["label"] for row in together] == labels
+    for row in rows:
+        theirs = row["method"].startswith("hf")
+        assert row["engine"] == ("llama.cpp" if row["method"] == "llama-cpp" else "eager" if theirs else engine)
+        assert row["law"] == ("llama.cpp" if row["method"] == "llama-cpp" else "target's" if theirs else law)
+        assert row["lossless"] == (None if row["method"] == "llama-cpp" else True)
+    for row in together:
+        assert row["n_prompts"] == 3 and row["vs_transformers"] > 0 and row["vs_llama_cpp"] > 0
+    best = max((row for row in together if row["method"].startswith("hf")), key=lambda row: row["throughput"])
+    assert best["vs_transformers"] == 1 and f"fastest method here ({best['label']})" in text
+    # hf and its kin follow the float32 law, ours that of the engine: equality is asked within each law
+    assert ("equal those of hf" in text) == (engine == "int8")
+
+
+def test_peers_without_llama_cpp_say_so_in_one_line(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, rows, _ = run("--peers", "--methods", "target,hf,llama-cpp", "--n-prompts", 1)
+    assert code == 0 and [row["method"] for row in rows] == ["target", "hf"] * 2
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert said == ["left out: llama-cpp, as the package llama_cpp is not installed (pip install llama-cpp-python)"]
+    assert all(row["vs_llama_cpp"] is None for row in rows if row["text"] == "all")
+
+
+def test_llama_cpp_without_a_file_names_the_command(llama_cpp, folders):
+    assert peers.what_llama_cpp_lacks("target") is None and peers.gguf_of("a/target") == folders / "target/target.Q4_1.gguf"
+    assert "downloadModel.py --gguf" in peers.what_llama_cpp_lacks("other")
+
+
+def test_llama_cpp_decodes_under_our_rules(llama_cpp, folders):
+    """Our stopping, clock and sampling parameters around its generator."""
+    llama = peers.LlamaCpp(folders / "target" / "target.Q4_1.gguf", threads=1, context=16)
+    expected = llama.generate([3, 4, 5], SamplingParams(0, max_new_tokens=8)).tokens
+    assert len(expected) == 8
+    seen = []
+    out = llama.generate([3, 4, 5], SamplingParams(0.5, 7, 0.9, 8, (expected[4],), seed=2**63), seen.extend)
+    assert out.tokens == seen == expected[: expected.index(expected[4]) + 1] and out.finish_reason == "stop"
+    assert llama.model.calls[-3] == "reset" and 0 <= llama.model.calls[-2] < 2**32
+    assert llama.model.calls[-1] == {"temp": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.0, "typical_p": 1.0,
+                                     "repeat_penalty": 1.0}
+    assert out.n_first == 1 and out.target_forwards == len(out.tokens) and out.tpot > 0
+    out = llama.generate([3] * 10, SamplingParams(0, max_new_tokens=8))
+    assert len(out.tokens) == 6 and out.finish_reason == "context"
+    assert llama.generate([3], SamplingParams(max_new_tokens=0)).finish_reason == "length"
+
+
+def test_the_real_llama_cpp_repeats_itself():
+    pytest.importorskip("llama_cpp")
+    file = peers.gguf_of("SmolLM2-135M-Instruct")
+    if file is None:
+        pytest.skip("no GGUF file of SmolLM2-135M-Instruct (python downloadModel.py --gguf)")
+    llama = peers.LlamaCpp(file, threads=1, context=64)
+    prompt = [6403, 1980, 253, 655]  # "Once upon a time"
+    greedy = [llama.generate(prompt, SamplingParams(0, max_new_tokens=6)) for _ in range(2)]
+    assert greedy[0].tokens == greedy[1].tokens == [28, 260, 2240, 282, 23324, 27108]  # ", the city of Nova Haven"
+    drawn = [llama.generate(prompt, SamplingParams(1.0, max_new_tokens=12, seed=seed)).tokens for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def record(throughput, prompt):
+    return run_record(generation(0.0, [([1], Round(0, 0, 1), 1 / throughput)]), prompt, 0, peak_memory_mb=1.0, loop_share=0.1)
+
+
+def test_the_comparison_pairs_prompts_and_picks_the_fastest_of_transformers():
+    runs = {"target": [record(1, "a"), record(2, "b"), record(4, "c")],
+            "hf": [record(2, "a"), record(2, "b"), record(2, "c")],
+            "hf-lookup:8": [record(1, "a"), record(5, "b"), record(5, "c")],
+            "spec": [record(3, "a"), record(10, "b"), record(10, "c")]}
+    rows = {row["label"]: row for row in peers.compare(runs)}
+    assert rows["spec"]["vs_transformers"] == 2 and rows["spec"]["speedup"] == 3  # of 3, 2, 2 and of 3, 5, 2.5
+    assert rows["hf-lookup:8"]["vs_transformers"] == 1 and rows["hf"]["vs_llama_cpp"] is None
+    assert rows["target"]["vs_transformers"] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("controller", ["aimd", "heuristic", "confidence", "fixed"])
@@ -190,6 +424,15 @@ def test_which_parts_run(bench, flags, parts):
 
 def test_methods_are_taken_once_and_spaces_do_not_matter(bench):
     assert bench.parse(["--methods", "target, spec,target"]).methods == ["target", "spec"]
+
+
+def test_the_chat_template_is_for_questions_not_for_running_text(bench, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "prompt_set", lambda *arguments: asked.append(arguments[-1]))
+    s = SimpleNamespace(args=SimpleNamespace(prompt_tokens=None, chat=True), tokenizer=None)
+    for name in ("wikitext", "pg19", "questions.jsonl", "gemma-text"):
+        bench.prompts_of(s, name, 1)
+    assert asked == [False, False, True, True]
 
 
 def test_a_command_can_be_pasted_back(bench, run, folders, tmp_path):
@@ -217,22 +460,41 @@ def test_perplexity_part(run):
     assert all((r["temperature"], r["top_p"]) == (1, 1) for r in rows)  # what was scored, not the decoders' flags
     target, _, _, spec, drawn = rows
     assert target["n_tokens"] == spec["n_tokens"] == 199 and (target["window"], target["stride"]) == (64, 32)
+    assert target["engine"] == spec["engine"] == "packed"
     assert math.isclose(target["ppl"], spec["ppl"], rel_tol=1e-5) and spec["max_deviation"] < 1e-5
     assert drawn["tv"] < 3 * drawn["tv_expected"] and drawn["p_value"] > 1e-4
     assert "max |emitted - p|" in text
 
 
+def test_the_perplexity_of_a_quantised_target_stands_beside_the_float32_one(run):
+    code, rows, _ = run("--ppl", 1, "--prompts", "wikitext", "--ppl-tokens", 120, "--window", 64, "--stride", 32,
+                        "--tv-positions", 0, "--engine", "int8")
+    assert code == 0 and [(r["method"], r["engine"]) for r in rows[:3]] == [
+        ("target", "eager"), ("target", "int8"), ("draft small", "int8")]
+    plain, quantised, spec = rows[0]["ppl"], rows[1]["ppl"], rows[-1]["ppl"]
+    assert plain != quantised and abs(quantised / plain - 1) < 0.2 and math.isclose(quantised, spec, rel_tol=1e-4)
+    code, rows, _ = run("--ppl", 1, "--prompts", "wikitext", "--ppl-tokens", 120, "--window", 64, "--stride", 32,
+                        "--tv-positions", 0, "--engine", "eager")
+    assert math.isclose(rows[-4]["ppl"], plain)
+
+
 def test_show_prints_the_text_and_its_origin(run, bench, capsys):
-    code, rows, _ = run("--show", "--methods", "spec,lookup", "--max-len", 20)
+    code, rows, _ = run("--show", "--methods", "spec,lookup,dynamic:cost,combined", "--max-len", 20)
     shown = capsys.readouterr().out
     assert code == 0 and not rows
-    assert "[spec, " in shown and "[lookup, " in shown and "accepted, {+bonus}, {!corrected}" in shown
+    assert "[spec, " in shown and "[lookup, " in shown and "[dynamic:cost, " in shown and "[combined, " in shown and "accepted, {+bonus}, {!corrected}" in shown
     assert "rounds for 20 tokens]" in shown
 
 
 @pytest.mark.parametrize("flags, words", [
     (["--methods", "spec,warp"], "unknown method 'warp': --methods takes"),
     (["--gamma", "0"], "--gamma must be at least 1"),
+    (["--methods", "spec:0"], "--methods spec:0: a gamma of 1 or more must follow"),
+    (["--methods", "lookup:many"], "a gamma of 1 or more must follow"),
+    (["--methods", "dynamic:fate"], "a controller must follow the colon: fixed, aimd"),
+    (["--methods", "multi:4"], "multi takes no setting"),
+    (["--peers", "--speed", "0"], "--peers is a speed part"),
+    (["--engine", "warp"], "--engine"),
     (["--maxLen", "0"], "--max-len must be at least 1"),
     (["--top-p", "1.5"], "top_p must lie in [0, 1]"),
     (["--temperature", "-1"], "temperature must be 0"),
@@ -267,9 +529,8 @@ def test_unknown_pair_from_the_shell():
 def test_prompts_and_repeats_draw_with_seeds_of_their_own(run, bench, monkeypatch):
     seeds = []
     own = bench.TABLE["target"]
-    spied = bench.Method(lambda s, ids, params, on_tokens=None: seeds.append(params.seed) or own.run(s, ids, params), True,
-                         "", "")
-    monkeypatch.setitem(bench.TABLE, "target", spied)
+    monkeypatch.setitem(bench.TABLE, "target", replace(own, run=lambda s, ids, params, setting=None, on_tokens=None: (
+        seeds.append(params.seed) or own.run(s, ids, params, setting, on_tokens))))
     run("--speed", 1, "--methods", "target", "--temperature", 1, "--seed", 7, "--n-prompts", 2, "--repeats", 2)
     assert sorted(seeds[1:]) == [7, 8, 1007, 1008]  # the first is the warm-up's
 
