@@ -1,4 +1,6 @@
 """Who proposes and how many: prompt lookup against a naive oracle, and the gamma controllers."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from cachedModel import CachedModel
 from conftest import tiny_model
 from lively import lively, noisy, random_ids
 from metrics import Round
-from specSampling import (AIMDGamma, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
+from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
                           ModelDrafter, NGramDrafter, drafted_sampling, expected_tokens,
                           speculative_sampling_dynamic, speculative_sampling_multi)
 from tabular import TableModel, table
@@ -253,6 +255,93 @@ def test_lookup_with_a_controller():
                            SamplingParams(temperature=0, max_new_tokens=40))
     assert [r.proposed for r in out.rounds][:6] == [2, 3, 4, 5, 6, 6]
     assert out.tokens == [(1 + i) % 3 for i in range(40)] and out.acceptance_rate == 1
+
+
+# --------------------------------------------------------------------------------------------------- combined
+
+
+def looping(vocab=8):
+    """A table whose text counts up and begins again, and another that counts down."""
+    up, down = torch.full((2, vocab + 1, vocab + 1, vocab), -9.0)
+    for last in range(vocab):
+        up[:, last, (last + 1) % vocab] = down[:, last, (last - 1) % vocab] = 9.0
+    return TableModel(up), TableModel(down)
+
+
+FLAT = [1.0 + 0.03 * gamma for gamma in range(17)]
+
+
+def combined_run(target, draft, prompt, c=0.1, v=FLAT, n=64, **how):
+    how = {"temperature": 0, "max_new_tokens": n, **how}
+    drafter = CombinedDrafter(draft, c, v)
+    out = drafted_sampling(target, drafter, prompt, SamplingParams(**how))
+    return out, [source.name if r.proposed else None for r, source in zip(out.rounds, drafter.sources)]
+
+
+def test_combined_copies_where_the_text_repeats_itself_and_drafts_where_not():
+    """New text first: nothing to look up, so the draft. Around the loop again, lookup is judged by what the draft
+    proposes, and found to be as good and cheaper: from then on it has all rounds, soon to the full length of v."""
+    up, _ = looping(24)
+    out, sources = combined_run(up, up, [0, 1], n=100)
+    assert out.tokens == [(2 + i) % 24 for i in range(100)]
+    first = sources.index("lookup")
+    assert set(sources[:first]) == {"table"} and set(sources[first:-1]) == {"lookup"}
+    assert 24 <= sum(r.emitted for r in out.rounds[:first]) < 24 + 2 * 17
+    assert max(r.proposed for r in out.rounds) == 16
+    lookup, draft = out.levels
+    assert (lookup.name, draft.name, lookup.forwards) == ("lookup", "table", 0)
+    assert lookup.proposed == lookup.accepted == sum(r.proposed for r, s in zip(out.rounds, sources) if s == "lookup")
+    assert draft.proposed == draft.accepted == sum(r.proposed for r, s in zip(out.rounds, sources) if s == "table")
+    assert out.draft_forwards == draft.forwards == draft.proposed
+
+
+def test_combined_judges_lookup_by_what_others_proposed():
+    """The prompt's pairs come again with other successors, over and over: lookup is wrong every time. The draft is
+    right, so that lookup is heard no more after its first failures, without a single further trial."""
+    wrong_turns = [x for k in range(1, 40) for x in (0, 1, k % 6 + 2)]
+    script = TableModel(torch.zeros(9, 9, 8))
+    script.forward = scripted(wrong_turns + [0, 1], 8)
+    out, sources = combined_run(script, script, wrong_turns[:12], n=80)
+    assert out.tokens == wrong_turns[12:92]
+    assert 0 < sources.count("lookup") < 6 and "lookup" not in sources[8:]
+
+
+def scripted(text, vocab):
+    """A forward pass whose law puts all on text[i] at position i, whatever it was fed."""
+
+    def forward(input_ids, past_key_values, use_cache=True, logits_to_keep=0):
+        fed = input_ids.float()[:, None, :, None]
+        n = past_key_values.update(fed, fed, 0)[0].shape[2]
+        logits = torch.full((1, logits_to_keep, vocab), -9.0)
+        for row in range(logits_to_keep):
+            logits[0, row, text[(n - logits_to_keep + row + 1) % len(text)]] = 9.0
+        return SimpleNamespace(logits=logits)
+
+    return forward
+
+
+def test_combined_rests_when_neither_pays_and_then_costs_next_to_nothing():
+    """A draft that is always wrong and a text that never repeats itself: of 400 rounds a few try to draft, and in
+    target steps they lose less than 4%."""
+    text = list(range(500))
+    script, wrong = TableModel(torch.zeros(2, 2, 500)), TableModel(torch.zeros(2, 2, 500))
+    script.forward, wrong.forward = scripted(text, 500), scripted(text[::-1], 500)
+    out, sources = combined_run(script, wrong, [0], n=400, c=0.15)
+    assert out.tokens == text[1:401] and set(sources) == {"table", None}
+    assert sum(r.proposed * 0.15 + FLAT[r.proposed] for r in out.rounds) < 1.04 * 400
+
+
+def test_combined_takes_lookup_when_the_draft_has_no_room():
+    up, _ = looping()
+    draft = TableModel(looping()[0].table, positions=12)
+    out, sources = combined_run(up, draft, [0, 1], n=60)
+    assert out.tokens == [(2 + i) % 8 for i in range(60)] and sources[-2] == "lookup"
+
+
+@pytest.mark.parametrize("bad", [dict(c=-1.0, v=FLAT), dict(c=0.1, v=[1.0]), dict(c=0.1, v=FLAT, min_ngram=0)])
+def test_wrong_costs_of_combined_raise(bad):
+    with pytest.raises(ValueError):
+        CombinedDrafter(TableModel(table(3, 0)), **bad)
 
 
 def test_a_drafter_takes_no_second_controller():

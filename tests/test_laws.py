@@ -17,7 +17,7 @@ from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAware
                           NGramDrafter, StageDrafter, drafted_sampling, judge, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi, verify)
 from tabular import TableModel, chi_square_p, distance, law_of_decoder, law_of_sequences, table
-from utils import SamplingParams, laws_of
+from utils import OneHot, SamplingParams, laws_of
 
 EXACT = 1e-6  # float32 laws against float64 ones
 
@@ -183,6 +183,26 @@ def test_greedy_verify_is_a_comparison():
     for drafted, expected in answers.items():
         q = torch.eye(5)[list(drafted)]
         assert verify(p, q, torch.tensor(drafted)) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("one_hot_q", [False, True])
+@pytest.mark.parametrize("width", [4, 6])
+def test_short_laws_are_verified_as_tensors_are(temperature, one_hot_q, width):
+    """OneHot and Weights on either side, of two widths: the same answers as their dense tensors, draw by draw."""
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(temperature=temperature)
+    seen = set()
+    for turn in range(60):
+        p = params.laws(torch.randn(4, 4, generator=generator))
+        q = params.laws(torch.randn(3, width, generator=generator))
+        tokens = torch.multinomial(q.dense(), 1, generator=generator)[:, 0]
+        q = OneHot(tokens, width) if one_hot_q else q
+        answers = [verify(*laws, tokens, torch.Generator().manual_seed(turn))
+                   for laws in ((p, q), (p.dense(), q.dense()), (p, q.dense()))]
+        assert answers[0] == answers[1] == answers[2]
+        seen.add(answers[0][0])
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize("width", [2, 5])

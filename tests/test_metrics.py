@@ -61,6 +61,12 @@ def test_levels_add_up():
     for r in (Round(4, 2, 3), Round(3, 3, 4), Round(0, 0, 1)):
         level.add(r)
     assert (level.proposed, level.accepted, level.judged) == (7, 5, 6) and level.acceptance_rate == 5 / 6
+    level.count([Round(2, 1, 2), Round(3, 0, 0, judged=0)])
+    assert (level.proposed, level.accepted, level.judged) == (5, 1, 2)
+
+
+def test_the_ids_of_a_round_are_no_part_of_its_equality():
+    assert Round(1, 1, 2, tokens=[3, 4]) == Round(1, 1, 2) and "3" not in repr(Round(1, 1, 2, tokens=[3, 4]))
 
 
 def test_the_clock_waits_for_a_cuda_device_and_never_goes_back(monkeypatch):

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import regrSampling
@@ -463,6 +464,51 @@ def test_the_models_are_asked_for_the_rows_in_use_only():
     out = speculative_sampling(target, draft, random_ids(50, vocab=4), greedy(12), gamma=3)
     assert set(draft.keeps) == {1}
     assert target.keeps == [r.proposed + 1 for r in out.rounds]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers that leave it, shapes that depend on its numbers."""
+
+    OPS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "_unique2",
+           "bincount", "repeat_interleave")
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.n, tolist = 0, torch.Tensor.tolist  # on a CPU tolist calls no operator
+
+        def counted(tensor):
+            self.n += 1
+            return tolist(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", counted)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.name().split("::")[1].split(".")[0]
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.n += name in self.OPS or by_mask
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_one_synchronisation_a_round(monkeypatch, temperature, gamma):
+    target, draft = TableModel(table(300, 1)), TableModel(table(300, 2))
+    params, prompt = SamplingParams(temperature=temperature, max_new_tokens=40, seed=0), [0, 1, 2, 0, 1]
+    costs, rounds = {"c": 0.1, "v": [1.0] * (gamma + 1)}, []
+    original = specSampling.draft_and_verify
+    monkeypatch.setattr(specSampling, "draft_and_verify", lambda *a: rounds.append(original(*a)) or rounds[-1])
+    waits = Waits(monkeypatch)
+    with waits:
+        assert len(autoregressive_sampling(target, prompt, params).rounds) == waits.n == 40
+        for drafter, more in ((draft, 0), (NGramDrafter(gamma), 1), (CombinedDrafter(draft, **costs), 1)):
+            waits.n = 0  # lookup reads the prompt once
+            assert len(speculative_sampling(target, drafter, prompt, params, gamma).rounds) == waits.n - more
+        waits.n, rounds[:] = 0, []
+        out = speculative_sampling_multi(target, [draft, target], prompt, params, [gamma, 2 * gamma])
+        assert len(out.rounds) < len(rounds) == waits.n  # those of the inner stage too
+        waits.n = 0
+        out = speculative_sampling_dynamic(target, draft, prompt, params, ConfidenceGamma(gamma))
+        assert waits.n == len(out.rounds) + sum(r.proposed for r in out.rounds)  # it has to see each token
 
 
 # ----------------------------------------------------------------------------------------------------- errors

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tabular import chi_square_p, law_by_hand
-from utils import SamplingParams, fit_width, ids_of, norm_logits, residual, sample, top_k_top_p_filter
+from utils import (OneHot, SamplingParams, Weights, check_laws, fit_width, ids_of, laws_of, norm_logits, residual,
+                   sample, top_k_top_p_filter)
 
 exact = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 INF, NAN = float("inf"), float("nan")
@@ -285,6 +286,82 @@ def test_residual_falls_back_to_p_row_by_row():
     # A difference of one rounding step is still normalised, not divided by something near zero.
     near = residual(torch.tensor([0.5 + 2**-24, 0.5]), torch.tensor([0.5, 0.5]))
     assert near.tolist() == [1.0, 0.0] and bool(near.isfinite().all())
+
+
+# ----------------------------------------------------------------------------------------------- laws kept short
+
+
+@exact
+@given(st.lists(rows, min_size=1, max_size=4), st.one_of(st.just(0.0), temperatures), top_ks, top_ps, dtypes)
+def test_short_laws_are_norm_logits(many, temperature, top_k, top_p, dtype):
+    """Under every parameter, and read in every way: whole, by row, by token, wider, sliced and joined."""
+    width = max(len(row) for row in many)
+    logits = torch.tensor([row + [-INF] * (width - len(row)) for row in many], dtype=dtype)
+    expected = norm_logits(logits, temperature, top_k, top_p)
+    laws = SamplingParams(temperature, top_k, top_p).laws(logits.clone())
+    assert type(laws) is (Weights if temperature else OneHot) and laws.shape == expected.shape
+    assert bool(laws.lawful().all()) and torch.allclose(laws.dense(), expected, atol=1e-6)
+    n = len(many)
+    for i in range(n):
+        assert torch.allclose(laws.row(torch.tensor(i)), expected[i], atol=1e-6)
+    tokens = torch.arange(n) % width
+    assert torch.allclose(laws.of(tokens).float(), expected[range(n), tokens], atol=1e-6)
+    wide = laws.widened(width + 3)
+    assert wide.shape == (n, width + 3) and torch.equal(wide.dense()[:, :width], laws.dense())
+    assert not wide.dense()[:, width:].any()
+    again = laws.joined([laws[:1], laws[1:].to("cpu")])
+    assert torch.equal(again.dense(), laws.dense()) and type(again) is type(laws)
+    a, b = (sample(law, torch.Generator().manual_seed(0)) for law in (laws, again))
+    assert torch.equal(a, b) and bool((expected[range(n), a] > 0).all())
+
+
+@pytest.mark.parametrize("width", [127, 128, 129, 300, 1024])
+def test_laws_across_blocks(width):
+    """The largest logit anywhere, with its equals behind it; weights on either side of each edge."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, width, generator=generator)
+    at = torch.randint(width, (200,), generator=generator)
+    logits[range(200), at] = 9.0
+    logits[range(200), (at + 128).clamp(max=width - 1)] = 9.0
+    laws = SamplingParams(temperature=0).laws(logits)
+    assert torch.equal(laws.ids, logits.max(-1).indices) and torch.equal(laws.dense().argmax(-1), laws.ids)
+    probs = torch.zeros(width)
+    ends = sorted({0, 126, 127 % width, 128 % width, width - 1})
+    probs[ends] = torch.arange(1.0, len(ends) + 1)
+    probs /= probs.sum()
+    drawn = sample(probs.expand(20_000, width), torch.Generator().manual_seed(1))
+    counts = dict(zip(*(t.tolist() for t in drawn.unique(return_counts=True))))
+    assert chi_square_p(counts, dict(enumerate(probs.tolist()))) > 1e-4
+
+
+@pytest.mark.parametrize("row", [[0.0, NAN, 1.0], [NAN, NAN, NAN], [-INF, NAN, 1.0], [INF, NAN, 0.0], [-INF] * 3])
+@pytest.mark.parametrize("how", [dict(temperature=0), {}, dict(temperature=0.5), dict(top_k=1), dict(top_p=0.5),
+                                 dict(top_k=2, top_p=0.5)])
+def test_a_row_without_a_law_is_told_and_harms_nobody(row, how):
+    """Its neighbours keep theirs, and what is drawn from it is an id that a model can be fed."""
+    good = [0.5, 2.0, 1.0]
+    laws = SamplingParams(**how).laws(torch.tensor([good, row, good]))
+    assert laws.lawful().tolist() == [True, False, True]
+    assert torch.equal(laws[:1].dense(), SamplingParams(**how).laws(torch.tensor([good])).dense())
+    assert all(0 <= x < 3 for x in sample(laws, torch.Generator().manual_seed(0)).tolist())
+    check_laws(laws[:1], "model", 7)
+    with pytest.raises(ValueError, match="model, position 8: logits hold NaN"):
+        check_laws(laws, "model", 7)
+
+
+def test_an_infinite_logit_takes_all_in_short_laws_too():
+    for how in ({}, dict(temperature=0.0), dict(temperature=3.0), dict(top_k=2)):
+        laws = SamplingParams(**how).laws(torch.tensor([[0.0, INF, 3.0]]))
+        assert laws.dense().tolist() == [[0, 1, 0]]
+
+
+def test_weights_need_no_normalising():
+    weights = torch.tensor([[1.0, 3.0, 0.0], [0.5, 0.0, 0.5]])
+    laws = laws_of(weights)
+    assert laws.dense().tolist() == [[0.25, 0.75, 0], [0.5, 0, 0.5]]
+    assert laws.of(torch.tensor([1, 1])).tolist() == [0.75, 0] and laws_of(laws) is laws
+    drawn = sample(weights[:1].expand(8000, 3), torch.Generator().manual_seed(0)).float()
+    assert float(drawn.mean()) == pytest.approx(0.75, abs=0.02)
 
 
 # ------------------------------------------------------------------------------- parameters and small helpers
