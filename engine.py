@@ -617,7 +617,7 @@ class Arena:
 
     def __init__(self, device: torch.device):
         self.stream, self.side = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.anchor, number = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
+        self.anchor, number = torch.cuda.CUDAGraph(), torch.zeros((), device=device).add_(1)
         with torch.cuda.device(device), torch.cuda.graph(self.anchor, stream=self.stream):
             number.add_(1)
 

@@ -10,7 +10,6 @@ results.jsonl. Exit status: 1 if a check fails, 2 and one line for bad input or 
 """
 
 import argparse
-import copy
 import itertools
 import math
 import os
@@ -33,8 +32,8 @@ from engine import use_engine
 from loadModel import PYTHIA, pick_device, pick_dtype, pick_engine, pythia_shape
 from metrics import Column, Generation, Results, clock, median, run_meta
 from regrSampling import autoregressive_sampling
-from specSampling import (NGramDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
-                          speculative_sampling_multi, verify)
+from specSampling import (CombinedDrafter, NGramDrafter, drafted_sampling, speculative_sampling,
+                          speculative_sampling_dynamic, speculative_sampling_multi, verify)
 from utils import SamplingParams, sample
 
 # ------------------------------------------------------------------------------------- constants to edit
@@ -46,7 +45,7 @@ MAX_GAMMA = 16                        # widest verification that is measured: 17
 WIDER = (33, 65)                      # and beyond, for trees
 PREFIX = 64                           # tokens of a prompt, and in the cache before a measured pass
 COPY = 2 << 30                        # bytes of a copy that measures the memory, and at most an eighth of it
-ROUNDING = 1e-5                       # of float32 logits, beside the largest of them
+ROUNDING = 1e-4                       # of float32 logits, beside the largest; TensorFloat-32 would be ten times that
 UNLIKELY = 5.0                        # standard deviations at which a sampled law is called wrong
 ROUNDS, TEXTS = 10000, 700            # samples of a law, of verify and of the whole loop
 
@@ -56,8 +55,10 @@ GREEDY = {"target": lambda target, draft, prompt, params: autoregressive_samplin
           "dynamic": lambda target, draft, prompt, params: speculative_sampling_dynamic(target, draft, prompt, params),
           "multi": lambda target, draft, prompt, params:
               speculative_sampling_multi(target, [NGramDrafter(3), draft], prompt, params),
-          "lookup": lambda target, draft, prompt, params: drafted_sampling(target, NGramDrafter(8), prompt, params)}
-WAITS = {"target": 1, "spec": 1, "dynamic": 1, "lookup": 2}  # a round; a lookup also sends what it found
+          "lookup": lambda target, draft, prompt, params: drafted_sampling(target, NGramDrafter(8), prompt, params),
+          "combined": lambda target, draft, prompt, params:
+              drafted_sampling(target, CombinedDrafter(draft, 0.1, [1.0] * 9), prompt, params)}
+WAITS = {"target": 1, "spec": 1, "dynamic": 1, "lookup": 2, "combined": 2}  # a round; lookup sends what it found
 
 # ------------------------------------------------------------------------------------- checks
 

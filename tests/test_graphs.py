@@ -5,7 +5,10 @@ does the same with any device's operations, so that all but torch's own capture 
 tests whose names end in "cuda" capture for real.
 """
 
+import contextlib
+import functools
 import gc
+import inspect
 import random
 import weakref
 
@@ -200,11 +203,11 @@ def test_a_buffer_that_moved_has_new_graphs(small, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_outlive_the_next_pass(small, device):
     model, ids = CachedModel(on_graphs("llama", device=device)), some_ids(9, device=device)
-    logits = model.forward(ids[:4])
-    copy = logits.clone()
-    model.rollback(3)
-    model.forward(torch.cat((ids[:3], ids[8:])))
-    assert torch.equal(logits, copy)
+    logits = [model.forward(ids[:n], keep=2) for n in (4, 6, 8)]
+    copies = [rows.clone() for rows in logits]
+    model.rollback(6)
+    assert not torch.equal(model.forward(torch.cat((ids[:6], ids[:2])), keep=2), copies[-1])
+    assert all(map(torch.equal, logits, copies))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -222,25 +225,28 @@ def test_nan_of_one_sequence_does_not_reach_the_next(small, device):
 
 def test_a_filled_up_pass_ends_before_the_context_does(small):
     """10 tokens are a pass of 17, whose last columns must not lie behind the context's end."""
-    model = CachedModel(on_graphs("gpt_neox"))
-    ids = some_ids(160)
-    model.forward(ids[:143])
-    model.rollback(142)
-    for end, captured in ((152, (17, 160)), (153, None)):
-        RECORDED.clear()
+    model, ids = CachedModel(on_graphs("gpt_neox")), some_ids(160)
+    model.forward(ids[:150])
+    replays = model.model.lean.passes_over(model.kv).replays
+    for end, captured in ((153, True), (154, False), (160, False)):
+        replays.clear()
         model.rollback(end - 10)
         model.forward(ids[:end], keep=10)
-        assert bool(RECORDED) == bool(captured) == (captured in model.model.lean.passes_over(model.kv).replays)
+        assert list(replays) == [(17, 160)] * captured
 
 
 def test_what_cannot_be_captured_runs_as_it_is(small, monkeypatch):
+    tried = []
+
     def refuse(step):
+        tried.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     model, exact = on_graphs("llama"), plain("llama", {})
     monkeypatch.setattr(engine, "record", refuse)
     with pytest.warns(UserWarning, match="could not be captured.*not permitted when stream is capturing$"):
         walk((model, exact), 0, "cpu", within(4e-6))
+    assert len(tried) == 1
     other = tiny_model("llama", **SHAPE)
     with pytest.warns(UserWarning):
         said = use_engine(other, "graphs")
@@ -254,6 +260,63 @@ def test_without_cuda_the_real_capture_says_so():
     with pytest.warns(UserWarning, match="(?i)cuda"):
         assert "cuda" in forward.trial().lower()
     assert use_engine(tiny_model("llama"), "graphs") == "eager (graphs needs CUDA)"
+
+
+class Capture:
+    """torch.cuda.graph on a Tape; like torch's, it leaves its own stream in place where the capture fails."""
+
+    current = "default"
+
+    def __init__(self, graph, pool=None, stream=None):
+        self.graph, self.pool, self.stream = graph, pool, stream
+
+    def __enter__(self):
+        assert not gc.isenabled() or self.pool is None
+        self.graph.made_with, self.graph.tape = (self.pool, self.stream), Tape()
+        self.before, Capture.current = Capture.current, self.stream
+        self.graph.tape.__enter__()
+
+    def __exit__(self, kind, *error):
+        self.graph.tape.__exit__(kind, *error)
+        if kind is None:
+            Capture.current = self.before
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """As much of torch.cuda as a capture calls, on the CPU."""
+    class Graph:
+        def pool(self):
+            return "pool of", self
+
+        def replay(self):
+            self.tape.replay()
+
+    streams = iter(["first stream", "second stream"])
+    for name, value in dict(CUDAGraph=Graph, graph=Capture, Stream=lambda device: next(streams),
+                            device=lambda device: contextlib.nullcontext(), current_stream=lambda: Capture.current,
+                            set_stream=lambda stream: setattr(Capture, "current", stream)).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(engine, "arena", functools.cache(engine.Arena))
+    return engine.arena(torch.device("cpu"))
+
+
+def test_a_recorded_step_reads_its_inputs_anew(pretended):
+    x, calls = torch.tensor([1.0, 2.0]), []
+    replay = engine.record(lambda: calls.append(1) or x * 2 + len(calls))
+    assert len(calls) == 2 and gc.isenabled() and Capture.current == "default"
+    x.fill_(5.0)
+    assert replay().tolist() == [12.0, 12.0] and len(calls) == 2  # numbers of Python's are those of the capture
+    assert pretended.anchor.made_with == (None, "first stream")
+    graph = inspect.getclosurevars(replay).nonlocals["graph"]
+    assert graph.made_with == (pretended.anchor.pool(), "first stream") and pretended.side == "second stream"
+
+
+def test_a_capture_that_fails_leaves_all_as_it_was(pretended):
+    turns = iter([torch.zeros(1)])
+    with pytest.raises(StopIteration):
+        engine.record(lambda: next(turns))
+    assert gc.isenabled() and Capture.current == "default"
 
 
 def test_parts_of_a_layer_run_on_the_second_stream():
