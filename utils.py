@@ -221,20 +221,27 @@ def top_k_top_p_filter(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Te
     so top_p = 0 leaves just that.
     """
     check_sampling(1.0, top_k, top_p)
-    if 0 < top_k < logits.shape[-1]:
-        logits = keep_largest(logits, logits.topk(top_k, dim=-1).values, top_k)
-    if top_p < 1:
-        total = logits.float().logsumexp(dim=-1, keepdim=True)
-        # Sorting 50,000 logits costs more than a draft step, and the nucleus is nearly always in the first ones.
-        for size in sorted({min(HEAD, logits.shape[-1]), logits.shape[-1]}):
-            head = logits.topk(size, dim=-1).values
-            probs = (head.float() - total).exp()
-            mass = probs.cumsum(dim=-1)
-            if bool((mass[..., -1] >= top_p).all()):
-                break
-        n = (mass - probs < top_p).sum(dim=-1, keepdim=True).clamp(min=1)  # the mass of all more likely ones
-        logits = keep_largest(logits, head, n)
-    return logits
+    width = logits.shape[-1]
+    if 0 < top_k < width:
+        head = logits.topk(top_k, dim=-1).values
+        n = top_k if top_p == 1 else in_nucleus(head, head, top_p)[0]
+        return keep_largest(logits, head, n)
+    if top_p == 1:
+        return logits
+    # Sorting 50,000 logits costs more than a draft step, and the nucleus is nearly always in the first ones.
+    for size in sorted({min(HEAD, width), width}):
+        head = logits.topk(size, dim=-1).values
+        n, mass = in_nucleus(head, logits, top_p)
+        if size == width or bool((mass >= top_p).all()):
+            return keep_largest(logits, head, n)
+
+
+def in_nucleus(head: Tensor, logits: Tensor, top_p: float) -> tuple[LongTensor, Tensor]:
+    """How many of `head`, the largest of `logits` in falling order, are in the nucleus; the mass of head: [..., 1] x 2."""
+    probs = (head.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+    mass = probs.cumsum(dim=-1)
+    before = mass - probs  # the mass of all more likely ones
+    return (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1), mass[..., -1:]
 
 
 def keep_largest(logits: Tensor, ordered: Tensor, n: Tensor | int) -> Tensor:
@@ -255,7 +262,10 @@ def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
     """
     check_sampling(temperature, top_k, top_p)
     rows = logits.reshape(-1, logits.shape[-1])
-    laws = greedy_laws(rows) if temperature == 0 else softened(rows.float().clamp(max=FINITE), temperature, top_k, top_p)
+    if temperature == 0:
+        laws = greedy_laws(rows)
+    else:
+        laws = softened(rows.float().clamp(max=FINITE), temperature, top_k, top_p)
     if not bool(laws.lawful().all()):
         raise ValueError(NO_LAW)
     return laws.dense().view(logits.shape)
@@ -277,8 +287,21 @@ def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> We
         # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow; outside float32's
         # range it would be 0 or infinity. amax carries NaN along, which top-k might cut away.
         logits = logits - logits.amax(dim=-1, keepdim=True)
-        logits = top_k_top_p_filter(logits.div_(min(max(temperature, 1e-37), 1e37)), top_k, top_p)
-    return Weights(logits.softmax(dim=-1))
+        logits.div_(min(max(temperature, 1e-37), 1e37))
+    if 0 < top_k * BLOCK < logits.shape[1]:
+        return softened_in_blocks(logits, top_k, top_p)
+    return Weights(top_k_top_p_filter(logits, top_k, top_p).softmax(dim=-1))
+
+
+def softened_in_blocks(logits: Tensor, top_k: int, top_p: float) -> Weights:
+    """The filter and the softmax on no more than the top_k blocks of the greatest maxima, of equal ones the first:
+    any other block has at least top_k ids before each of its own. [n, V] -> n laws."""
+    blocks = in_blocks(logits, float("-inf"))
+    found = blocks.amax(dim=-1).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(dim=-1).values
+    found = found.unsqueeze(-1).expand(-1, -1, BLOCK)
+    kept = top_k_top_p_filter(blocks.gather(1, found).flatten(1), top_k, top_p).softmax(dim=-1)
+    weights = torch.zeros_like(blocks).scatter_(1, found, kept.view(found.shape))
+    return Weights(weights.flatten(1)[:, : logits.shape[1]])
 
 
 def sample(probs: Tensor | Laws, generator: torch.Generator | None = None) -> LongTensor:

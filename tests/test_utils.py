@@ -334,6 +334,20 @@ def test_laws_across_blocks(width):
     assert chi_square_p(counts, dict(enumerate(probs.tolist()))) > 1e-4
 
 
+@exact
+@given(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([0.0, 0.3, 0.9, 1.0]), st.sampled_from([1, 4, 1000]),
+       st.sampled_from([1300, 1408]))
+def test_top_k_looks_at_few_blocks_and_keeps_the_same(seed, top_k, top_p, values, width):
+    """Against the filter over the whole row; with few different values there are equals across all blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(values + 1, (3, width), generator=generator) / values * 5
+    logits[1, torch.randint(width, (width // 2,), generator=generator)] = -INF
+    laws = SamplingParams(0.9, top_k, top_p).laws(logits.clone())
+    whole = top_k_top_p_filter((logits - logits.amax(-1, keepdim=True)) / 0.9, top_k, top_p).softmax(-1)
+    assert torch.equal(laws.dense() > 0, whole > 0) and torch.allclose(laws.dense(), whole, atol=1e-6)
+    assert laws.shape == (3, width) and bool((whole.gather(1, sample(laws, generator)[:, None]) > 0).all())
+
+
 @pytest.mark.parametrize("row", [[0.0, NAN, 1.0], [NAN, NAN, NAN], [-INF, NAN, 1.0], [INF, NAN, 0.0], [-INF] * 3])
 @pytest.mark.parametrize("how", [dict(temperature=0), {}, dict(temperature=0.5), dict(top_k=1), dict(top_p=0.5),
                                  dict(top_k=2, top_p=0.5)])
