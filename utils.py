@@ -16,6 +16,7 @@ from torch import LongTensor, Tensor
 HEAD = 1024  # logits that top-p looks at before it looks at all
 BLOCK = 128  # ids that a draw, or the search for the largest logit, passes over at once
 FINITE = torch.finfo(torch.float32).max
+NO_LAW = "logits hold NaN, or a row of nothing but -inf: no token can be drawn from them"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class SamplingParams:
         generator = torch.Generator(device=device)
         generator.seed() if self.seed is None else generator.manual_seed(self.seed)
         return generator
+
+
+# ------------------------------------------------------------------------------------------------------- laws
 
 
 class OneHot:
@@ -189,7 +193,7 @@ def in_blocks(rows: Tensor, fill: float) -> Tensor:
     n, width = rows.shape
     spare = -width % BLOCK
     rows = torch.nn.functional.pad(rows, (0, spare), value=fill) if spare else rows
-    return rows.view(n, (width + spare) // BLOCK, BLOCK)
+    return rows.reshape(n, (width + spare) // BLOCK, BLOCK)
 
 
 def picked(blocks: Tensor, i: LongTensor) -> Tensor:
@@ -199,7 +203,7 @@ def picked(blocks: Tensor, i: LongTensor) -> Tensor:
     return blocks.flatten(0, 1).index_select(0, at)
 
 
-NO_LAW = "logits hold NaN, or a row of nothing but -inf: no token can be drawn from them"
+# ------------------------------------------------------------------------------ from logits to laws, to tokens
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -237,7 +241,8 @@ def top_k_top_p_filter(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Te
 
 
 def in_nucleus(head: Tensor, logits: Tensor, top_p: float) -> tuple[LongTensor, Tensor]:
-    """How many of `head`, the largest of `logits` in falling order, are in the nucleus; the mass of head: [..., 1] x 2."""
+    """How many of `head`, the largest of `logits` in falling order, are in the nucleus, and the mass of all of `head`:
+    both [..., 1]."""
     probs = (head.float() - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
     mass = probs.cumsum(dim=-1)
     before = mass - probs  # the mass of all more likely ones

@@ -363,6 +363,15 @@ def test_a_row_without_a_law_is_told_and_harms_nobody(row, how):
         check_laws(laws, "model", 7)
 
 
+@pytest.mark.parametrize("how", [dict(temperature=0), {}, dict(temperature=0.5), dict(top_k=1)])
+def test_laws_of_a_wider_models_logits(how):
+    """Cut to the target's width, which is a whole number of blocks, they are rows with gaps between them."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    laws = SamplingParams(**how).laws(fit_width(logits.clone(), 256))
+    assert torch.allclose(laws.dense(), norm_logits(logits[:, :256].clone(), **how), atol=1e-6)
+    assert bool((sample(laws, torch.Generator().manual_seed(0)) < 256).all())
+
+
 def test_an_infinite_logit_takes_all_in_short_laws_too():
     for how in ({}, dict(temperature=0.0), dict(temperature=3.0), dict(top_k=2)):
         laws = SamplingParams(**how).laws(torch.tensor([[0.0, INF, 3.0]]))
