@@ -369,14 +369,20 @@ def _logit_chunks(cached: CachedModel, inputs: LongTensor, s: int, first: list[i
 
 
 class _BodyOnce:
-    """A causal LM on one batch of inputs whose body (all but the head) is run once and its output kept."""
+    """A causal LM on one batch of inputs whose body (all but the head) is run once and its output kept. An engine's
+    own pass, where the model has one: on int8 transformers' pass would follow another law."""
 
     def __init__(self, model):
-        self.model, self.body = model, model.base_model
+        self.model, self.body, self.lean = model, model.base_model, getattr(model, "lean", None)
         self.output = None
 
     def logits(self, inputs: LongTensor, begin: int, end: int) -> Tensor:
         """Logits [B, end - begin, V] of positions begin to end - 1 of `inputs` [B, n]."""
+        if self.lean is not None:
+            if self.output is None:
+                kv = self.lean.kv_for(self)
+                self.output = torch.stack([self.lean.hidden(row, kv, 0, len(row)) for row in inputs])
+            return torch.stack([self.model.get_output_embeddings()(row) for row in self.output[:, begin:end]])
         if self.body is self.model:  # a model without a head of its own
             return self.model(input_ids=inputs, use_cache=False).logits[:, begin:end]
         run = self.body.forward

@@ -225,9 +225,9 @@ def prompt_set(name, tokenizer, n=None, prompt_tokens=None, chat=False):
     is `prompt`, else the first of `turns`, else `question`; `category` is optional) or plain text, one
     paragraph a prompt; either may be gzipped, and "FILE:qa,rag" takes the prompts of these categories only.
     Prompts cut from a text have prompt_tokens ids (default 64): paragraphs of WikiText-2 from their start, and
-    stretches of the books that begin at a paragraph, away from the front and end matter. Other prompts are whole unless prompt_tokens cuts them. With `chat` the text
-    becomes the user's turn in the tokenizer's chat template, cut before that. The ids include what the
-    tokenizer adds in front.
+    stretches of the books that begin at a paragraph, away from the front and end matter. Other prompts are whole
+    unless prompt_tokens cuts them; with `chat` their text becomes the user's turn in the tokenizer's chat
+    template, cut before that. The ids include what the tokenizer adds in front.
 
     ValueError: no such set or file, a line that cannot be read, n or prompt_tokens below 1, no chat template.
     """

@@ -120,7 +120,8 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.bias = weight.shape[0], bias
         weight = weight.detach()
-        smooth = largest.clamp(min=1e-5) ** self.SMOOTHING / weight.abs().amax(dim=0).clamp(min=1e-5) ** (1 - self.SMOOTHING)
+        a = self.SMOOTHING
+        smooth = largest.clamp(min=1e-5) ** a / weight.abs().amax(dim=0).clamp(min=1e-5) ** (1 - a)
         self.shrink = 1 / smooth
         self.packed = pack_int8(weight * smooth, self.WEIGHT_LEVELS)
 
@@ -230,7 +231,7 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def replace_linears(model, make) -> None:
-    """Replace every linear layer of `model` by what `make` returns for it, those that share an input by Parts of one."""
+    """Replace every linear layer of `model` by what `make` returns for it, those with a common input by Parts of one."""
     for module in [m for m in model.modules() if type(m) is not nn.Linear]:  # which would keep all old weights
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
@@ -292,8 +293,8 @@ class StaticKV:
 class LeanForward(nn.Module):
     """A causal LM's pass over new tokens, written out: what its two families share.
 
-    Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ... behind
-    the `start` positions of kv.
+    Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ...
+    behind the `start` positions of kv. `hidden` gives what the head would be given, [keep, d].
 
     attention: the dtype of queries, keys and values. The sums of an attention are added in an order that depends on
     how many rows there are, so that a row fed alone may differ in its last bit. In 8 bits such a bit can tip a
@@ -317,11 +318,18 @@ class LeanForward(nn.Module):
         return kv
 
     def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
+        with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds at each shape
+            return self.run(*self.inputs(ids, kv, start, keep))
+
+    def hidden(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
+        with torch.jit.optimized_execution(False):
+            return self.run.hidden(*self.inputs(ids, kv, start, keep))
+
+    def inputs(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> tuple:
         n = ids.shape[0]
         kv.reserve(start + n)
         mask = None if n == 1 else causal_mask(start, n, self.stack.cos)
-        with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds at each shape
-            return self.run(ids, kv.buffer, None, start, start + n, mask, keep)
+        return ids, kv.buffer, None, start, start + n, mask, keep
 
 
 def without_python(stack: "Stack") -> nn.Module:
@@ -352,6 +360,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embedding, self.head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings()
         self.blocks, self.norm = nn.ModuleList(blocks), norm
+        self.groups = blocks[0].heads // blocks[0].kv_heads  # queries that share a key
         # One table for all positions, [P, ..., rotary_dim]: the minus of rotate_half is in the sines.
         positions = torch.arange(model.config.max_position_embeddings, device=rotary.inv_freq.device)
         angles = torch.outer(positions.float(), rotary.inv_freq.float())
@@ -364,15 +373,22 @@ class Stack(nn.Module):
                 keep: int) -> Tensor:
         """ids [n] at the positions `at` [n], or from `start` on if that is None; kv: [layers, 2, heads, capacity,
         head_dim], of which `width` columns are read; mask: [n, width], added to the scores. Logits [keep, V]."""
+        return self.head(self.hidden(ids, kv, at, start, width, mask, keep))
+
+    @torch.jit.export
+    def hidden(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
+               keep: int) -> Tensor:
         n = ids.shape[0]
         cos = self.cos[start : start + n] if at is None else self.cos[at]
         sin = self.sin[start : start + n] if at is None else self.sin[at]
+        if mask is not None:
+            mask = mask.repeat(self.groups, 1)
         x = F.embedding(ids, self.embedding)
         layer = 0
         for block in self.blocks:
             x = block(x, kv[layer], at, start, width, mask, cos, sin)
             layer += 1
-        return self.head(self.norm(x[n - keep :]))
+        return self.norm(x[n - keep :])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -390,14 +406,18 @@ def write(columns: Tensor, new: Tensor, at: Optional[Tensor], start: int) -> Non
 
 
 def attend(q: Tensor, columns: Tensor, width: int, mask: Optional[Tensor]) -> Tensor:
-    """q [n, heads, head_dim] over the first `width` columns [2, kv_heads, capacity, head_dim]: [n, heads x head_dim]."""
+    """q [n, heads, head_dim] over the first `width` columns [2, kv_heads, capacity, head_dim], with the mask once for
+    each query of a group, [groups x n, width]: [n, heads x head_dim]."""
     n, heads, d = q.shape
     kv_heads = columns.shape[1]
-    groups = heads // kv_heads  # the queries of a group are rows of one product with their common keys
+    groups = heads // kv_heads
+    keys, values = columns[0:1, :, :width], columns[1:2, :, :width]
+    if n == 1 and mask is None:  # heads, not groups of them, are what the threads share among themselves
+        out = F.scaled_dot_product_attention(q.view(1, heads, 1, d), keys, values, enable_gqa=groups > 1)
+        return out.view(1, heads * d)
+    # The queries of a group are rows of one product with their common keys.
     q = q.view(n, kv_heads, groups, d).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * n, d)
-    if mask is not None and groups > 1:
-        mask = mask.repeat(groups, 1)
-    out = F.scaled_dot_product_attention(q, columns[0:1, :, :width], columns[1:2, :, :width], mask)
+    out = F.scaled_dot_product_attention(q, keys, values, mask)
     return out.view(kv_heads, groups, n, d).permute(2, 0, 1, 3).reshape(n, heads * d)
 
 
@@ -458,7 +478,8 @@ class NeoXBlock(nn.Module):
 
     def attention(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int,
                   mask: Optional[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-        states = self.qkv(self.norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)  # by head: q, k, v
+        # Head by head: query, key, value.
+        states = self.qkv(self.norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)
         rotate(states[:, :, :2, : cos.shape[-1]], cos, sin)
         write(columns, states[:, :, 1:].permute(2, 1, 0, 3), at, start)
         return self.dense(attend(states[:, :, 0], columns, width, mask).to(x.dtype))
@@ -511,6 +532,10 @@ class GraphForward(nn.Module):
 
     def kv_for(self, owner) -> StaticKV:
         return self.lean.kv_for(owner)
+
+    def hidden(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
+        with fused_attention():
+            return self.lean.hidden(ids, kv, start, keep)
 
     def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
         n, limit = ids.shape[0], self.lean.limit

@@ -451,7 +451,8 @@ def test_folders_of_models_are_measured_too(script, tmp_path):
     (["--gammas", "8"], "--max-width"), (["--gammas", "two"], "--gammas"), (["--simulate", "1.5"], "--simulate"),
     (["--max-width", "1"], "--max-width"), (["--repeats", "0"], "--repeats"), (["--prefix", "0"], "--prefix"),
     (["--out", "nowhere"], "--out"), (["--engine", "warp"], "invalid choice"), (["--device", "tpu"], "--device"),
-    (["--dtype", "int3"], "--dtype"), (["--pair", "nobody"], "--pair"), (["--target", "no/where", "--draft", "b"], "--target"),
+    (["--dtype", "int3"], "--dtype"), (["--pair", "nobody"], "--pair"),
+    (["--target", "no/where", "--draft", "b"], "--target"),
     (["--shapes", "pythia", "--prefix", "2047"], "--prefix"), (["--fast"], "--fast"),
     (["--shapes", "pythia", "--simulate", "--max-len", "2041"], "--max-len"),
 ])

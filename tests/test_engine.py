@@ -6,6 +6,7 @@ import torch
 from cachedModel import CachedModel
 from conftest import tiny_model
 from engine import Int8Linear, LlamaBlock, NeoXBlock, PackedLinear, Part, StaticKV, use_engine
+from PPL import perplexity
 from regrSampling import autoregressive_sampling
 from specSampling import (NGramDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
                           speculative_sampling_multi)
@@ -103,6 +104,14 @@ def test_a_seed_draws_the_same_from_a_full_proposal_as_the_law_says(family):
     for n in (1, 7, 30):
         target.reset()
         assert torch.equal(target.law(ids[:n], params)[0], together[n - 1])
+
+
+@pytest.mark.parametrize("family,engine", CPU_ENGINES)
+def test_perplexity_is_that_of_the_decoders_pass(family, engine):
+    model, ids = on_engine(family, engine), some_ids(90)
+    laws = CachedModel(model).law(ids, SamplingParams(), keep=90).double()
+    expected = -laws[:-1].gather(1, ids[1:, None]).log().sum()
+    assert perplexity(model, ids, window=90, stride=90).nll_sum == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_a_row_of_int8_has_its_own_scale():
