@@ -148,12 +148,12 @@ class CachedModel:
         self.forwards += 1
         return logits
 
-    @torch.inference_mode()
     def laws(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Laws:
         """What `law` gives, in the form that costs least, and without waiting for the device: the caller has to see
         that all rows are lawful before a token drawn from them is emitted."""
         return params.laws(fit_width(self.forward(ids, keep), width or self.vocab_size))
 
+    @torch.inference_mode()
     def law(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Tensor:
         """The laws after the last `keep` tokens of `ids`, as tokens are drawn from them: [keep, V] float32.
 

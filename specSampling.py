@@ -53,7 +53,7 @@ def judge(p: Laws, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tensor,
     # Accept x with probability min(1, p(x) / q(x)): r < p / q without dividing by zero. In float64, since
     # the 24 random bits of a float32 would accept the rare tokens too often.
     r = torch.rand(g, dtype=torch.float64, device=tokens.device, generator=generator)
-    n = (r * q.of(tokens) < p[:g].of(tokens)).long().cumprod(0).sum()
+    n = (r * q.of(tokens) < p.of(tokens)).long().cumprod(0).sum()
     # The first rejected position draws from the residual; a full acceptance from the last row of p, from which
     # nothing is subtracted.
     q_n = q.row(n.clamp(max=g - 1)) * (n < g)
@@ -304,14 +304,14 @@ class CombinedDrafter(Drafter):
     """Prompt lookup where the last tokens, two or more, stood in the text before, else a draft model: in each round
     the one that promises more tokens in the time, or none if plain decoding promises the most.
 
-    model: the draft. c, v: as in CostAwareGamma, which says for both how many tokens are worth proposing (lookup's
-    steps cost nothing); the length of v bounds them. min_ngram, max_ngram: of lookup's matches.
+    model: the draft. c, v, start: as in CostAwareGamma, which says for both how many tokens are worth proposing
+    (lookup costs nothing but the verification); the length of v bounds them. min_ngram, max_ngram: of lookup's matches.
     What lookup would have proposed is held against every round's tokens, whoever proposed them: a token x is emitted
     with probability p(x), and so does verification accept x from a one-hot q. Lookup needs no trials therefore.
     """
 
-    def __init__(self, model, c: float, v: list[float], max_ngram: int = 8, min_ngram: int = 2):
-        super().__init__(CostAwareGamma(c, v))
+    def __init__(self, model, c: float, v: list[float], max_ngram: int = 8, min_ngram: int = 2, start: float = 0.0):
+        super().__init__(CostAwareGamma(c, v, start=start))
         self.drafter = ModelDrafter(model, self.gamma)
         # Matches come and go with the text's loops and lists: what is known of them is little and fades fast.
         self.lookup = NGramDrafter(CostAwareGamma(0.0, v, alpha=0.5, weight=3.0, decay=0.9), max_ngram, min_ngram)
@@ -447,22 +447,24 @@ class ConfidenceGamma(GammaController):
 class CostAwareGamma(GammaController):
     """The gamma of the greatest expected speed under a running alpha and costs measured beforehand:
 
-        speed(gamma) = (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + v(gamma)))
+        speed(gamma) = (1 - alpha^(gamma+1)) / ((1 - alpha) (start + gamma c + v(gamma)))
 
     Leviathan et al. 2023, theorem 3.8, with the verification's cost v(gamma) in place of their 1. It answers
     0 when drafting does not pay. As alpha may change it then still tries the best gamma from time to time: as
     often as what these trials lose, next to plain decoding, is a share `probe` of the time.
 
     c: draft step time / target step time. v: v[gamma] = time of a target forward over gamma + 1 tokens / over
-    one; its length bounds gamma. alpha starts at `alpha`, worth `weight` judged tokens, and older rounds
-    fade with `decay`.
+    one; its length bounds gamma. start: what a round that drafts costs besides, in target steps: the first draft
+    step behind a target's pass finds the caches cold. alpha starts at `alpha`, worth `weight` judged tokens, and
+    older rounds fade with `decay`.
     """
 
     def __init__(self, c: float, v: list[float], alpha: float = 0.6, weight: float = 4.0, decay: float = 0.95,
-                 probe: float = 0.02):
-        if len(v) < 2 or not c >= 0 or min(v) <= 0:
-            raise ValueError("costs: c >= 0 and at least two positive v are needed")
-        self.c, self.v, self.alpha, self.weight, self.decay, self.probe = c, v, alpha, weight, decay, probe
+                 probe: float = 0.02, start: float = 0.0):
+        if len(v) < 2 or not c >= 0 or not start >= 0 or min(v) <= 0:
+            raise ValueError("costs: c and start >= 0 and at least two positive v are needed")
+        self.alpha, self.weight, self.decay, self.probe = alpha, weight, decay, probe
+        self.costs = [v[0], *(start + gamma * c + v[gamma] for gamma in range(1, len(v)))]  # of a round, by gamma
         super().__init__(gamma=1, low=0, high=len(v) - 1)
 
     def begin(self):
@@ -470,7 +472,7 @@ class CostAwareGamma(GammaController):
 
     def propose(self):
         speed, gamma = self.best(low=1)
-        loss = (gamma * self.c + self.v[gamma]) * (1 - speed)  # in target steps; < 0: it pays
+        loss = self.costs[gamma] * (1 - speed)  # in target steps; < 0: it pays
         if loss <= self.idle * self.probe:
             self.idle = 0
             return gamma
@@ -481,7 +483,7 @@ class CostAwareGamma(GammaController):
         """The greatest speed expected, in tokens per target step time, and its gamma, of those from `low` up."""
         alpha = self.accepted / self.judged
         tokens = accumulate(alpha**gamma for gamma in range(self.high + 1))  # expected_tokens of each
-        speeds = [t / (gamma * self.c + v) for gamma, (t, v) in enumerate(zip(tokens, self.v))]
+        speeds = [t / cost for t, cost in zip(tokens, self.costs)]
         gamma = max(range(low, self.high + 1), key=speeds.__getitem__)
         return speeds[gamma], gamma
 

@@ -73,46 +73,48 @@ class SamplingParams:
 
 
 class OneHot:
-    """n laws that leave nothing to chance: row i gives ids[i] all of the probability, and -1 stands where there is
-    no law. It is what greedy decoding and prompt lookup have: [n] ids instead of [n, V] numbers nearly all 0.
+    """n laws that leave nothing to chance: row i gives ids[i] all of the probability. It is what greedy decoding and
+    prompt lookup have: [n] ids instead of [n, V] numbers nearly all 0.
+
+    logits: [n] those of the ids; NaN or -inf where a row is no law. None: all are.
     """
 
-    def __init__(self, ids: LongTensor, width: int):
-        self.ids, self.shape = ids, (ids.shape[0], width)
+    def __init__(self, ids: LongTensor, width: int, logits: Tensor | None = None):
+        self.ids, self.shape, self.logits = ids, (ids.shape[0], width), logits
 
     def __getitem__(self, rows: slice) -> "OneHot":
-        return OneHot(self.ids[rows], self.shape[1])
+        return OneHot(self.ids[rows], self.shape[1], None if self.logits is None else self.logits[rows])
 
     def to(self, device) -> "OneHot":
-        return OneHot(self.ids.to(device), self.shape[1])
+        return OneHot(self.ids.to(device), self.shape[1], None if self.logits is None else self.logits.to(device))
 
     def widened(self, width: int) -> "OneHot":
         """The same laws over at least as many ids."""
-        return OneHot(self.ids, width)
+        return OneHot(self.ids, width, self.logits)
 
     def dense(self) -> Tensor:
         """[n, V] float32 probabilities."""
-        probs = torch.zeros(self.shape, device=self.ids.device)
-        return probs.scatter_(-1, self.ids.clamp(min=0)[:, None], 1.0)
+        return torch.zeros(self.shape, device=self.ids.device).scatter_(-1, self.ids[:, None], 1.0)
 
     def row(self, i: LongTensor) -> Tensor:
         """Row i, an index on the device []: [V] probabilities."""
         return OneHot(self.ids.index_select(0, i[None]), self.shape[1]).dense()[0]
 
     def of(self, tokens: LongTensor) -> Tensor:
-        """The probability that row i gives tokens[i]: [n]."""
-        return (self.ids == tokens).double()
+        """The probabilities that the first m rows give tokens [m]: [m]."""
+        return (self.ids[: tokens.shape[0]] == tokens).double()
 
     def lawful(self) -> Tensor:
         """Of each row, whether it is a law: [n] bool, on the device."""
-        return self.ids >= 0
+        return torch.ones_like(self.ids, dtype=torch.bool) if self.logits is None else self.logits > float("-inf")
 
     def sample(self, generator=None) -> LongTensor:
-        return self.ids.clamp(min=0)
+        return self.ids
 
     @staticmethod
     def joined(laws: list["OneHot"]) -> "OneHot":
-        return OneHot(torch.cat([law.ids for law in laws]), laws[0].shape[1])
+        logits = None if laws[0].logits is None else torch.cat([law.logits for law in laws])
+        return OneHot(torch.cat([law.ids for law in laws]), laws[0].shape[1], logits)
 
 
 class Weights:
@@ -120,12 +122,13 @@ class Weights:
     It is what softmax yields: over 50,000 ids its sum misses 1 by up to 3e-5, having been added up with few
     accumulators, and dividing all of a row by a better sum costs more than dividing the few numbers that are needed.
 
-    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one.
+    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one; total: [n, 1], the last of them.
     """
 
     def __init__(self, weights: Tensor, sums: Tensor | None = None):
         self.weights, self.shape = weights, weights.shape
         self.sums = in_blocks(weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64) if sums is None else sums
+        self.total = self.sums[:, -1:]
 
     def __getitem__(self, rows: slice) -> "Weights":
         return Weights(self.weights[rows], self.sums[rows])
@@ -139,16 +142,17 @@ class Weights:
 
     def dense(self) -> Tensor:
         """[n, V] probabilities of the weights' dtype."""
-        return self.weights / self.sums[:, -1:].to(self.weights.dtype)
+        return self.weights / self.total.to(self.weights.dtype)
 
     def row(self, i: LongTensor) -> Tensor:
-        return Weights(self.weights.index_select(0, i[None]), self.sums.index_select(0, i[None])).dense()[0]
+        i = i[None]
+        return (self.weights.index_select(0, i) / self.total.index_select(0, i).to(self.weights.dtype))[0]
 
     def of(self, tokens: LongTensor) -> Tensor:
-        return (self.weights.gather(-1, tokens[:, None]) / self.sums[:, -1:])[:, 0]
+        return (self.weights.gather(-1, tokens[:, None]) / self.total[: tokens.shape[0]])[:, 0]
 
     def lawful(self) -> Tensor:
-        return self.sums[:, -1].isfinite()
+        return self.total[:, 0].isfinite()
 
     def sample(self, generator=None) -> LongTensor:
         """[n] ids, by inversion: the first block whose cumulative weight exceeds u, and in it the first id whose
@@ -156,11 +160,11 @@ class Weights:
 
         In float64, since a float32 sum over 50,000 ids, or 24 random bits, would bend the law of the rare tokens.
         """
-        u = torch.rand((self.shape[0], 2), dtype=torch.float64, device=self.sums.device, generator=generator)
-        block = torch.searchsorted(self.sums, u[:, :1] * self.sums[:, -1:], right=True)
-        block.clamp_(max=self.sums.shape[1] - 1)  # in a row of NaN, some id
+        n, b = self.sums.shape
+        u, v = torch.rand((2, n, 1), dtype=torch.float64, device=self.sums.device, generator=generator)
+        block = torch.searchsorted(self.sums, self.total * u, right=True).clamp_(max=b - 1)  # if NaN, any
         sums = picked(in_blocks(self.weights, 0.0), block).cumsum(dim=-1, dtype=torch.float64)
-        place = torch.searchsorted(sums, u[:, 1:] * sums[:, -1:], right=True)
+        place = torch.searchsorted(sums, sums[:, -1:] * v, right=True)
         return place.add_(block, alpha=BLOCK).clamp_(max=self.shape[1] - 1)[:, 0]
 
     @staticmethod
@@ -192,15 +196,17 @@ def in_blocks(rows: Tensor, fill: float) -> Tensor:
     """[n, V] -> [n, V / BLOCK, BLOCK]; what the last block lacks is `fill`."""
     n, width = rows.shape
     spare = -width % BLOCK
-    rows = torch.nn.functional.pad(rows, (0, spare), value=fill) if spare else rows
+    if spare:
+        rows = torch.nn.functional.pad(rows, (0, spare), value=fill)
     return rows.reshape(n, (width + spare) // BLOCK, BLOCK)
 
 
 def picked(blocks: Tensor, i: LongTensor) -> Tensor:
     """Block i of each row: [n, b, BLOCK], [n, 1] -> [n, BLOCK]."""
     n, b, _ = blocks.shape
-    at = i[:, 0] if n == 1 else i[:, 0] + torch.arange(0, n * b, b, device=i.device)
-    return blocks.flatten(0, 1).index_select(0, at)
+    if n == 1:
+        return blocks[0].index_select(0, i[0])
+    return blocks.flatten(0, 1).index_select(0, i[:, 0] + torch.arange(0, n * b, b, device=i.device))
 
 
 # ------------------------------------------------------------------------------ from logits to laws, to tokens
@@ -278,24 +284,28 @@ def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
 
 def greedy_laws(logits: Tensor) -> OneHot:
     """One-hot at the largest logit of each row, the lowest id among equals: [n, V] -> n laws."""
-    # The largest of each block, the block of the largest, its place there: over all rows of a verification argmax
-    # takes six times as long on a CPU. All three carry NaN along.
+    if logits.shape[0] == 1:
+        top, ids = logits.max(dim=-1)  # it and argmax carry NaN along
+        return OneHot(ids, logits.shape[1], top)
+    # The largest of each block, the block of the largest, its place there: over the rows of a verification, max
+    # takes six times as long on a CPU.
     blocks = in_blocks(logits, float("-inf"))
     top, block = blocks.amax(dim=-1).max(dim=-1, keepdim=True)
-    ids = picked(blocks, block).argmax(dim=-1, keepdim=True).add_(block, alpha=BLOCK)
-    return OneHot(torch.where(top > float("-inf"), ids, -1)[:, 0], logits.shape[1])
+    ids = picked(blocks, block).argmax(dim=-1).add_(block[:, 0], alpha=BLOCK)
+    return OneHot(ids, logits.shape[1], top[:, 0])
 
 
 def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Weights:
     """[n, V] float32 logits, none of them +inf -> n laws."""
-    if temperature != 1 or top_k or top_p < 1:
+    cut = top_k or top_p < 1
+    if temperature != 1 or cut:
         # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow; outside float32's
         # range it would be 0 or infinity. amax carries NaN along, which top-k might cut away.
         logits = logits - logits.amax(dim=-1, keepdim=True)
         logits.div_(min(max(temperature, 1e-37), 1e37))
     if 0 < top_k * BLOCK < logits.shape[1]:
         return softened_in_blocks(logits, top_k, top_p)
-    return Weights(top_k_top_p_filter(logits, top_k, top_p).softmax(dim=-1))
+    return Weights((top_k_top_p_filter(logits, top_k, top_p) if cut else logits).softmax(dim=-1))
 
 
 def softened_in_blocks(logits: Tensor, top_k: int, top_p: float) -> Weights:

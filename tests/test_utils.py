@@ -224,7 +224,7 @@ def test_rare_tokens_of_a_wide_vocabulary_keep_their_share(monkeypatch, rare):
     probs[0] = 1 - 99_999 * 5e-9
 
     def drawn(u, v):
-        monkeypatch.setattr(torch, "rand", lambda shape, dtype=None, **kw: torch.tensor([[u, v]], dtype=dtype))
+        monkeypatch.setattr(torch, "rand", lambda shape, dtype=None, **kw: torch.tensor([[[u]], [[v]]], dtype=dtype))
         return int(sample(probs))
 
     u_end = edge(lambda u: drawn(u, 0.0) <= rare)
