@@ -79,7 +79,7 @@ def implied_alpha(speedup: float, gamma: int, c: float, v=None) -> float:
     """
     cost = round_cost(gamma, c, v)
     tokens = speedup * cost
-    if not 1 <= tokens <= gamma + 1 or gamma == 0:
+    if not 1 - 1e-12 <= tokens <= (gamma + 1) * (1 + 1e-12) or gamma == 0:  # the product may round past either end
         raise ValueError(f"no alpha gives a speedup of {speedup:g} at gamma {gamma}: with a round of {cost:.3f} "
                          f"target steps it lies between {1 / cost:.3f} and {(gamma + 1) / cost:.3f}")
     low, high = 0.0, 1.0
@@ -122,16 +122,23 @@ def course_figures() -> list[str]:
 @dataclass(frozen=True)
 class Costs:
     """t_target, t_draft: seconds for one token. v[gamma]: a target forward over gamma + 1 tokens / over one.
-    wider: {n: seconds of a target forward over n tokens}, for trees."""
+    start: by how much the first draft step behind a target's pass is dearer than the next ones, as the target has
+    emptied the caches, in target steps. wider: {n: seconds of a target forward over n tokens}, for trees."""
 
     t_target: float
     t_draft: float
     v: list[float]
+    start: float = 0.0
     wider: dict[int, float] = field(default_factory=dict)
 
     @property
     def c(self) -> float:
         return self.t_draft / self.t_target
+
+    @property
+    def v_drafting(self) -> list[float]:
+        """v with `start` in all rounds that draft: what a round costs but for gamma c."""
+        return [self.v[0], *(v + self.start for v in self.v[1:])]
 
 
 def step_times(model, widths, prefix: int = 64, repeats: int = 7) -> list[float]:
@@ -168,13 +175,34 @@ def undisturbed():
             gc.enable()
 
 
+def draft_times(target, draft, prefix: int = 64, repeats: int = 7) -> tuple[float, float]:
+    """Median seconds of the draft's step over one token right behind a pass of the target, which leaves the caches full
+    of its own weights, and of the three steps that follow."""
+    target, draft = as_cached(target), as_cached(draft)
+    ids = torch.arange(prefix + 4, device=target.device) % min(target.vocab_size, draft.vocab_size)
+    first, later = [], []
+    with undisturbed():
+        for turn in range(repeats + 1):
+            target.rollback(prefix - 1)
+            target.forward(ids[:prefix])
+            draft.forward(ids[:prefix]) if turn == 0 else draft.rollback(prefix)
+            for n in range(prefix + 1, prefix + 5):
+                start = clock(draft.device)
+                draft.forward(ids[:n])
+                if turn:
+                    (first if n == prefix + 1 else later).append(clock(draft.device) - start)
+    target.reset()
+    draft.reset()
+    return median(first), median(later)
+
+
 def measure_costs(target, draft, max_gamma: int = 8, prefix: int = 64, repeats: int = 7, wider=()) -> Costs:
     """Costs of the pair for gamma up to max_gamma, and of target forwards over so many tokens as `wider` names."""
     widths = [*range(1, max_gamma + 2), *wider]
     times = dict(zip(widths, step_times(target, widths, prefix, repeats)))
-    t_draft = step_times(draft, [1], prefix, repeats)[0]
+    first, t_draft = draft_times(target, draft, prefix, repeats)
     v = [times[n] / times[1] for n in range(1, max_gamma + 2)]
-    return Costs(times[1], t_draft, v, {n: times[n] for n in wider})
+    return Costs(times[1], t_draft, v, max(0.0, first - t_draft) / times[1], {n: times[n] for n in wider})
 
 
 # ------------------------------------------------------------------------------------- a drafter with a given alpha
@@ -242,7 +270,7 @@ def simulate(target: CachedModel, draft: CachedModel, costs: Costs, args, result
     settings = {"target": None, **{f"gamma {g}": lambda g=g: FixedGamma(g) for g in args.gammas},
                 "aimd": lambda: AIMDGamma(min(4, high), high=high),
                 "heuristic": lambda: HeuristicGamma(min(4, high), high=high),
-                "cost": lambda: CostAwareGamma(costs.c, costs.v)}
+                "cost": lambda: CostAwareGamma(costs.c, costs.v, start=costs.start)}
 
     def run_once(name, alpha, seed):
         if name == "target":
@@ -262,7 +290,7 @@ def simulate(target: CachedModel, draft: CachedModel, costs: Costs, args, result
                 results.say(f"DIFFERENT: {name} at alpha {alpha:g} did not emit the target's own ids")
                 return False
             # Without the first round, as TPOT is: it holds the prefill.
-            of_rounds = speedup_of_rounds(out.rounds[1:], costs.c, costs.v)
+            of_rounds = speedup_of_rounds(out.rounds[1:], costs.c, costs.v_drafting)
             records[name].append(run_record(out, 0, run, predicted_rounds=of_rounds, peak_memory_mb=None,
                                             loop_share=None))
         for name, percent in write_simulated(results, records, alpha, costs).items():
@@ -288,7 +316,7 @@ def write_simulated(results: Results, records: dict, alpha: float, costs: Costs)
         gamma = fixed.get(name)
         results.row(method=f"simulated {'spec' if gamma else name}", setting=name, text="simulated", lossless=True,
                     gamma=gamma, controller=None if gamma else name, alpha_asked=alpha, temperature=0.0,
-                    predicted=predicted_speedup(alpha, gamma, costs.c, costs.v) if gamma else None,
+                    predicted=predicted_speedup(alpha, gamma, costs.c, costs.v_drafting) if gamma else None,
                     percent_of_best=percent[name], **row)
     return {name: percent[name] for name in rows if name not in fixed and name != "target"}
 
@@ -393,14 +421,17 @@ def write_costs(results: Results, costs: Costs, args) -> None:
     how = {"prefix": args.prefix, "repeats": args.repeats}
     results.record(method="cost target", widths=list(times), step_ms=[1000 * t for t in times.values()],
                    v=[t / costs.t_target for t in times.values()], **how)
-    results.record(method="cost draft", widths=[1], step_ms=[1000 * costs.t_draft], c=costs.c, **how)
+    first = costs.t_draft + costs.start * costs.t_target
+    results.record(method="cost draft", widths=[1], step_ms=[1000 * costs.t_draft], first_ms=1000 * first, c=costs.c,
+                   **how)
     results.say(f"draft step {1000 * costs.t_draft:.2f} ms, target step {1000 * costs.t_target:.2f} ms: "
-                f"c = {costs.c:.4f}")
+                f"c = {costs.c:.4f}; the first draft step behind a target's pass takes {1000 * first:.2f} ms, "
+                "and predictions count it")
 
 
 def write_predictions(results: Results, costs: Costs, gammas: list[int]) -> None:
     """The table of predicted speedups, and what it comes down to."""
-    c, v = costs.c, costs.v
+    c, v = costs.c, costs.v_drafting
     results.table([Column("alpha", "alpha_asked", ".2f", 6),
                    *(Column(f"g = {g}", f"predicted_{g}", ".2f", 6) for g in gammas),
                    Column("best gamma", "best_gamma", "d", 10), Column("speedup", "predicted", ".2f", 7)])

@@ -231,7 +231,7 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def replace_linears(model, make) -> None:
-    """Replace every linear layer of `model` by what `make` returns for it, those with a common input by Parts of one."""
+    """Replace each linear layer of `model` by what `make` returns for it, those with a common input by Parts of one."""
     for module in [m for m in model.modules() if type(m) is not nn.Linear]:  # which would keep all old weights
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
@@ -294,7 +294,7 @@ class LeanForward(nn.Module):
     """A causal LM's pass over new tokens, written out: what its two families share.
 
     Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ...
-    behind the `start` positions of kv. `hidden` gives what the head would be given, [keep, d].
+    behind the `start` positions of kv. With head=False it gives what the head would be given, [keep, d].
 
     attention: the dtype of queries, keys and values. The sums of an attention are added in an order that depends on
     how many rows there are, so that a row fed alone may differ in its last bit. In 8 bits such a bit can tip a
@@ -317,19 +317,13 @@ class LeanForward(nn.Module):
         weakref.finalize(owner, self.spare.append, kv)
         return kv
 
-    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
-        with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds at each shape
-            return self.run(*self.inputs(ids, kv, start, keep))
-
-    def hidden(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
-        with torch.jit.optimized_execution(False):
-            return self.run.hidden(*self.inputs(ids, kv, start, keep))
-
-    def inputs(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> tuple:
+    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, head: bool = True) -> Tensor:
         n = ids.shape[0]
         kv.reserve(start + n)
         mask = None if n == 1 else causal_mask(start, n, self.stack.cos)
-        return ids, kv.buffer, None, start, start + n, mask, keep
+        run = self.run if head else self.run.hidden
+        with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds at each shape
+            return run(ids, kv.buffer, None, start, start + n, mask, keep)
 
 
 def without_python(stack: "Stack") -> nn.Module:
@@ -533,17 +527,13 @@ class GraphForward(nn.Module):
     def kv_for(self, owner) -> StaticKV:
         return self.lean.kv_for(owner)
 
-    def hidden(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
-        with fused_attention():
-            return self.lean.hidden(ids, kv, start, keep)
-
-    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int) -> Tensor:
+    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, head: bool = True) -> Tensor:
         n, limit = ids.shape[0], self.lean.limit
         rows = next((rows for rows in ROWS if rows >= n), n)
         kv.reserve(min(max(start + rows, ROOM), limit))
         if start == 0:  # masked columns weigh 0, but 0 times the NaN of an earlier sequence is NaN
             kv.buffer.zero_()
-        if rows in ROWS and start + rows <= limit and self.fault is None:
+        if head and rows in ROWS and start + rows <= limit and self.fault is None:
             try:
                 return self.passes_over(kv)(ids, rows, start)[n - keep : n].clone()  # the next replay overwrites it
             except RuntimeError as error:
@@ -552,7 +542,7 @@ class GraphForward(nn.Module):
                 self.streams.side = None
                 warnings.warn(f"engine graphs: a pass could not be captured, and from now on none is: {self.fault}")
         with fused_attention():
-            return self.lean(ids, kv, start, keep)
+            return self.lean(ids, kv, start, keep, head)
 
     def passes_over(self, kv: StaticKV) -> "Passes":
         passes = self.passes.get(kv)

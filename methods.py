@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cachedModel import CachedModel
-from costModel import Costs, step_times
+from costModel import Costs, draft_times, step_times
 from metrics import Generation, clock, run_record
 from peers import LlamaCpp, hf_assisted, hf_generate, hf_lookup, room_for
 from PPL import generated_perplexity
@@ -47,7 +47,8 @@ class Setup:
     engine: str = "eager"  # in use; engine_note has the reason, where it is another than asked for
     engine_note: str = ""
     costs: Costs | None = None  # measured before any decoding, as are the seconds of the drafts' passes
-    draft_times: list = field(default_factory=list)  # (one token, one round of the stage below), for each of drafts
+    # (a step behind another model's pass, a step behind a step, a pass over a round of the stage below) of each draft
+    draft_times: list = field(default_factory=list)
 
     def multi_gammas(self) -> list[int]:
         return list(self.args.gammas or [self.args.gamma] * len(self.drafts))
@@ -59,7 +60,7 @@ CONTROLLERS = {
     "aimd": lambda s: AIMDGamma(s.args.gamma, high=max(s.args.gamma, MAX_GAMMA)),
     "heuristic": lambda s: HeuristicGamma(s.args.gamma, high=max(s.args.gamma, MAX_GAMMA)),
     "confidence": lambda s: ConfidenceGamma(max(s.args.gamma, MAX_GAMMA)),
-    "cost": lambda s: CostAwareGamma(s.costs.c, s.costs.v),
+    "cost": lambda s: CostAwareGamma(s.costs.c, s.costs.v, start=s.costs.start),
 }
 
 
@@ -68,7 +69,7 @@ DRAFTERS = {
     "spec": lambda s, gamma: ModelDrafter(s.draft, gamma),
     "dynamic": lambda s, controller: ModelDrafter(s.draft, CONTROLLERS[controller](s)),
     "lookup": lambda s, gamma: NGramDrafter(gamma),
-    "combined": lambda s, _: CombinedDrafter(s.draft, s.costs.c, s.costs.v),
+    "combined": lambda s, _: CombinedDrafter(s.draft, s.costs.c, s.costs.v, start=s.costs.start),
 }
 
 
@@ -215,9 +216,11 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
     widths = [n for n in (*range(1, 10), 13, 17, 25, 33, 49, 65, 97, 129, 257, 513) if n <= high] + [high + 1]
     times = step_times(s.target, widths, prefix, repeats=5)
     lower = [1, *(gamma + 1 for gamma in s.multi_gammas())]  # how wide a pass of each stage is
-    s.draft_times = [step_times(draft, [1, n], prefix, repeats=5) for draft, n in zip(s.drafts, lower)]
-    t_draft = s.draft_times[s.drafts.index(s.draft)][0] if s.draft is not None else 0.0
-    s.costs = Costs(times[0], t_draft, (np.interp(range(1, high + 2), widths, times) / times[0]).tolist())
+    s.draft_times = [(*draft_times(s.target, draft, prefix, repeats=5), *step_times(draft, [n], prefix, repeats=5))
+                     for draft, n in zip(s.drafts, lower)]
+    first, later, _ = s.draft_times[s.drafts.index(s.draft)] if s.draft is not None else (0.0, 0.0, 0.0)
+    v = np.interp(range(1, high + 2), widths, times) / times[0]
+    s.costs = Costs(times[0], later, v.tolist(), start=max(0.0, first - later) / times[0])
 
 
 def predicted_speedup(s: Setup, name: str, out: Generation, watch) -> float | None:
@@ -230,8 +233,11 @@ def predicted_speedup(s: Setup, name: str, out: Generation, watch) -> float | No
     if s.costs is None or name not in DRAFTED or not rounds:
         return None
     target = s.costs.t_target * sum(s.costs.v[r.proposed] for r in rounds)
-    wide = name == "multi"
-    drafts = sum(calls * times[wide] for calls, times in zip(watch.draft_calls_later(), s.draft_times))
+    drafts = 0.0
+    for i, (calls, firsts) in enumerate(watch.draft_calls_later()):
+        first, later, wide = s.draft_times[i]
+        middle = name == "multi" and i > 0
+        drafts += calls * wide if middle else firsts * first + (calls - firsts) * later
     return s.costs.t_target * sum(r.emitted for r in rounds) / (target + drafts)
 
 
@@ -253,6 +259,7 @@ class Watch:
         self.passes = [(part, i) for model, i in slots.items() for part in (model, getattr(model, "lean", None))
                        if part is not None]
         self.calls, self.seconds, self.at_first_commit = [0] * len(models), 0.0, None
+        self.firsts, self.latest = [0] * len(models), None  # passes right behind one of another model
 
     def __enter__(self):
         self.hooks = []
@@ -267,14 +274,18 @@ class Watch:
     def end(self, i):
         self.seconds += time.perf_counter() - self.started
         self.calls[i] += 1
+        self.firsts[i] += self.latest != i
+        self.latest = i
 
     def committed(self, tokens):
         if self.at_first_commit is None:
-            self.at_first_commit = list(self.calls)
+            self.at_first_commit = list(zip(self.calls, self.firsts))
 
-    def draft_calls_later(self) -> list[int]:
-        """Forward passes of each of the drafts behind the first commit."""
-        return [n - before for n, before in zip(self.calls[1:], self.at_first_commit[1:])]
+    def draft_calls_later(self) -> list[tuple[int, int]]:
+        """Of each draft, its forward passes behind the first commit, and how many of them came right behind a pass of
+        another model."""
+        return [(calls - c, firsts - f)
+                for calls, firsts, (c, f) in zip(self.calls[1:], self.firsts[1:], self.at_first_commit[1:])]
 
     def __exit__(self, *_):
         for hook in self.hooks:

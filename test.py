@@ -379,7 +379,8 @@ def how_decoded(s: Setup) -> dict:
                          f"seed {a.seed} + prompt + 1000 x repeat, gamma {a.gamma}, controller {a.controller}")
     if s.costs is not None:
         v = ", ".join(f"v({n}) = {s.costs.v[n - 1]:.2f}" for n in (2, 3, 5, 9, 17) if n <= len(s.costs.v))
-        lines["costs"] = f"target step {1000 * s.costs.t_target:.2f} ms, c = {s.costs.c:.3f}, {v}"
+        lines["costs"] = (f"target step {1000 * s.costs.t_target:.2f} ms, c = {s.costs.c:.3f} and "
+                          f"{s.costs.start:.3f} a round, {v}")
     if a.peers:
         lines["peers"] = "hf, hf-assisted and hf-lookup run on unmodified models of their own, engine eager"
     return lines

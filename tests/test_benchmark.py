@@ -260,17 +260,18 @@ def test_an_engine_that_cannot_be_had_is_named_with_its_reason(run):
 
 
 def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
-    """Against the formula by hand: a target step 10 ms, v = 1, 1.2, 1.4, ...; drafts of 2 and 3 ms, 5 ms wide."""
+    """Against the formula by hand: a target step 10 ms, v = 1, 1.2, 1.4, ...; drafts of 2 and 3 ms, 4 and 7 behind
+    another model's pass, 5 ms wide."""
     s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(6)]),
-                        draft_times=[[0.002, 0.002], [0.003, 0.005]])
+                        draft_times=[(0.004, 0.002, 0.002), (0.007, 0.003, 0.005)])
     out = Generation(rounds=[Round(4, 4, 5), Round(4, 1, 2), Round(2, 2, 3), Round(0, 0, 1)])
-    watch = SimpleNamespace(draft_calls_later=lambda: [0, 6])
+    watch = SimpleNamespace(draft_calls_later=lambda: [(0, 0), (6, 2)])
     rounds = 0.018 + 0.014 + 0.010  # of the target over 5, 3 and 1 tokens
-    assert methods.predicted_speedup(s, "spec", out, watch) == pytest.approx(6 * 0.010 / (rounds + 6 * 0.003))
-    watch.draft_calls_later = lambda: [7, 2]
-    rounds_and_stages = rounds + 7 * 0.002 + 2 * 0.005
+    assert methods.predicted_speedup(s, "spec", out, watch) == pytest.approx(6 * 0.010 / (rounds + 4 * 0.003 + 2 * 0.007))
+    watch.draft_calls_later = lambda: [(7, 3), (2, 2)]
+    rounds_and_stages = rounds + 4 * 0.002 + 3 * 0.004 + 2 * 0.005
     assert methods.predicted_speedup(s, "multi", out, watch) == pytest.approx(6 * 0.010 / rounds_and_stages)
-    watch.draft_calls_later = lambda: [0, 0]
+    watch.draft_calls_later = lambda: [(0, 0), (0, 0)]
     assert methods.predicted_speedup(s, "lookup", out, watch) == pytest.approx(6 * 0.010 / rounds)
     assert methods.predicted_speedup(s, "hf-assisted", out, watch) is None
     assert methods.predicted_speedup(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch) is None
@@ -286,7 +287,19 @@ def test_costs_are_measured_for_every_gamma_of_the_run(bench, folders):
     assert len(s.costs.v) == 21 and s.costs.v[0] == 1 and min(s.costs.v) > 0 and len(s.draft_times) == 2
     bench.prepare_costs(s, ["spec:500"], 250)
     assert len(s.costs.v) == 60  # a round of 60 tokens proposes no more than 59
-    assert s.costs.t_draft == s.draft_times[0][0]  # the draft alone is the smallest
+    assert s.costs.t_draft == s.draft_times[0][1]  # the draft alone is the smallest
+    assert s.costs.start >= 0
+
+
+def test_a_pass_behind_another_models_is_told_from_the_next_ones(folders, bench):
+    """Each round of gamma 3 calls the draft three times, the first of them behind the target's pass."""
+    args = bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--device", "cpu"])
+    s = bench.set_up(args, for_ppl=False)
+    with methods.Watch(s) as watch:
+        out = methods.decoded(s, "spec:3", [5, 6, 7], SamplingParams(0, max_new_tokens=30), watch.committed)
+    calls, firsts = watch.draft_calls_later()[0]
+    later = [r.proposed for r in out.rounds[1:]]
+    assert (calls, firsts) == (sum(later), sum(g > 0 for g in later))
 
 
 # ------------------------------------------------------------------------------------- peers

@@ -11,7 +11,8 @@ import costModel
 import loadModel
 from cachedModel import CachedModel
 from conftest import tiny_model
-from costModel import (COURSE, COURSE_C, COURSE_GAMMA, SimulatedDrafter, best_gamma, break_even_alpha, course_figures,
+from costModel import (COURSE, COURSE_C, COURSE_GAMMA, SimulatedDrafter, best_gamma, break_even_alpha,
+                       course_figures, draft_times,
                        implied_alpha, measure_costs, predicted_speedup, speedup_of_rounds, step_times)
 from lively import lively, random_ids
 from metrics import Round
@@ -134,6 +135,12 @@ def test_what_is_out_of_reach_raises(call):
         call()
 
 
+def test_implied_alpha_at_the_very_ends():
+    """alpha = 0 gives 1 / cost tokens, and that times the cost may round below 1."""
+    v = [1.0, 0.8828125, 0.8828125]
+    assert implied_alpha(predicted_speedup(0.0, 2, 0.1875, v), 2, 0.1875, v) == pytest.approx(0, abs=1e-9)
+
+
 def test_implied_alpha_says_what_is_in_reach():
     with pytest.raises(ValueError, match="between 0.714 and 3.571"):
         implied_alpha(4.0, 4, 0.1)
@@ -220,6 +227,29 @@ def test_step_times_are_medians_in_the_order_of_the_widths(monkeypatch):
     model, fed = watched(tiny_model("llama"))
     monkeypatch.setattr(costModel, "clock", lambda device: sum(fed) * (10.0 if len(fed) >= 4 else 1000.0))
     assert step_times(model, [4, 1, 9], prefix=6, repeats=1) == [40.0, 10.0, 90.0]
+
+
+def test_the_draft_step_behind_a_targets_pass_is_told_from_the_next_ones(monkeypatch):
+    """A clock that stands at 100 s for each pass of the target and moves on by the draft's: 1 s, behind a pass 5 s."""
+    now, latest = [0.0], [None]
+
+    def clocked(model, seconds_behind_other, seconds):
+        cached = CachedModel(model)
+        forward = cached.forward
+
+        def pass_(ids, keep=1):
+            now[0] += seconds_behind_other if latest[0] is not cached else seconds
+            latest[0] = cached
+            return forward(ids, keep)
+
+        cached.forward = pass_
+        return cached
+
+    monkeypatch.setattr(costModel, "clock", lambda device: now[0])
+    target, draft = clocked(tiny_model("llama"), 100.0, 100.0), clocked(tiny_model("gpt_neox"), 5.0, 1.0)
+    assert draft_times(target, draft, prefix=4, repeats=2) == (5.0, 1.0)
+    costs = measure_costs(target, draft, 2, prefix=4, repeats=2)
+    assert (costs.t_target, costs.t_draft, costs.start, costs.v_drafting) == (100.0, 1.0, 0.04, [1.0, 1.04, 1.04])
 
 
 def test_costs_have_what_was_asked_for():
@@ -385,6 +415,12 @@ def script(small_shapes, tmp_path, capsys):
     return main
 
 
+def drafting(target, draft):
+    """v with what the first draft step of a round costs more, from the rows of the costs."""
+    start = (draft["first_ms"] - draft["step_ms"][0]) / target["step_ms"][0]
+    return [1.0, *(v + start for v in target["v"][1:])]
+
+
 def test_costs_predictions_and_the_course_figures_are_printed_and_kept(script):
     code, rows, text, _ = script("--shapes", "pythia", "--engine", "eager")
     target, draft, *predicted = rows
@@ -394,7 +430,7 @@ def test_costs_predictions_and_the_course_figures_are_printed_and_kept(script):
     assert draft["widths"] == [1] and draft["c"] == pytest.approx(draft["step_ms"][0] / target["step_ms"][0])
     assert target["engine"] == "eager"
     assert target["target"] == "pythia-410m-random" and "random weights" in target["pair"]
-    c, v = draft["c"], target["v"][:5]
+    c, v = draft["c"], drafting(target, draft)[:5]
     for row, alpha in zip(predicted, costModel.ALPHAS):
         assert row["alpha_asked"] == alpha and row["best_gamma"] == best_gamma(alpha, c, v)
         assert row["predicted_4"] == pytest.approx(predicted_speedup(alpha, 4, c, v)) and "predicted_5" not in row
@@ -411,7 +447,7 @@ def test_the_simulation_has_a_row_for_every_setting_and_alpha(script):
     assert code == 0 and "greedy ids: all equal the target's" in text
     assert [row["setting"] for row in rows] == 2 * ["target", "gamma 1", "gamma 3", "aimd", "heuristic", "cost"]
     assert [row["alpha_asked"] for row in rows] == 6 * [0.5] + 6 * [0.9]
-    c, v = costs[1]["c"], costs[0]["v"]
+    c, v = costs[1]["c"], drafting(*costs[:2])
     for row in rows:
         fixed = row["setting"].startswith("gamma")
         assert row["method"] == "simulated " + ("spec" if fixed else row["setting"]) and row["repeats"] == 2
