@@ -704,5 +704,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also where SIGINT is ignored, as in the background
     sys.exit(main(sys.argv[1:]))
