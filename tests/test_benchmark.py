@@ -6,8 +6,10 @@ import json
 import math
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +161,27 @@ def test_a_killed_run_is_recovered_by_the_next(run, bench, monkeypatch, tmp_path
     assert all(row["ttft_s"] > 0 and row["pair"] == "target+small+mid" for row in rows)
     assert [(row["gamma"], row["label"]) for row in rows if row["method"] == "spec"] == [(2, "spec:2")]
     assert "recovered" in (tmp_path / "results.txt").read_text() and not journal.exists()
+
+
+def test_sigterm_ends_a_run_also_in_the_background(folders, tmp_path):
+    """A shell without job control starts what is in the background with SIGINT ignored."""
+    (tmp_path / "prompts.txt").write_text("one two three\n")
+    words = [sys.executable, ROOT / "test.py", "--target", folders / "target", "--draft", folders / "small", "--device",
+             "cpu", "--speed", "1", "--prompts", tmp_path / "prompts.txt", "--max-len", "60", "--repeats", "100000",
+             "--threads", "1", "--out", tmp_path]
+    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    try:
+        for _ in range(600):
+            journals = list(tmp_path.glob("results.partial*"))
+            if journals and len(journals[0].read_text().splitlines()) > 20:
+                break
+            time.sleep(0.1)
+        process.terminate()
+        assert "interrupted" in process.communicate(timeout=30)[1] and process.returncode == 130
+    finally:
+        process.kill()
+    assert (tmp_path / "results.jsonl").read_text() and not list(tmp_path.glob("results.partial*"))
 
 
 def test_the_journal_of_a_living_run_is_left_alone(run, bench, tmp_path):
