@@ -103,12 +103,14 @@ class CachedModel:
         self.known_ids = model.get_input_embeddings().weight.shape[0]
         self.context_length = getattr(config, "max_position_embeddings", None)
         self._cache_argument = cache_argument(model)
-        self.lean = getattr(model, "lean", None)  # an engine's own forward pass, over a cache of its own
-        self.kv = None if self.lean is None else self.lean.kv_for(self)
+        self.lean = self.kv = None
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: an empty cache, no forwards counted."""
+        if self.lean is not getattr(self.model, "lean", None):  # an engine's own pass, over a cache of its own
+            self.lean = self.model.lean
+            self.kv = self.lean.kv_for(self)
         self.cache = empty_cache()
         self.length = 0
         self.forwards = 0

@@ -373,6 +373,9 @@ def check_flags(args) -> None:
     args.gammas = sorted({gamma for gamma in args.gammas if gamma < args.max_width})
     if not args.gammas:
         raise ValueError("every one of --gammas needs a wider pass than --max-width: raise it")
+    if args.simulate and args.max_len < args.max_width + 2:
+        raise ValueError(f"--simulate times what follows a first round: --max-len must be at least --max-width + 2, "
+                         f"{args.max_width + 2}, got {args.max_len}")
     if any(not 0 <= alpha <= 1 for alpha in args.simulate or ()):
         raise ValueError(f"--simulate takes alphas between 0 and 1, got {args.simulate}")
     if args.shapes and args.pair != "auto":
@@ -404,11 +407,16 @@ def load_pair(args) -> tuple[CachedModel, CachedModel, dict]:
     used = [use_engine(model, wanted) for model in models]
     target, draft = map(CachedModel, models)
     room = min(model.context_length or 2**62 for model in (target, draft)) - args.prefix
-    if room < max(args.max_width, *TREES, args.max_len if args.simulate else 0):
+    if room < max(args.max_width, 4, args.max_len if args.simulate else 0):
         raise ValueError(f"--prefix, --max-width and --max-len do not fit the context of {room + args.prefix} tokens")
     notes = "; ".join(f"{m.name}: {engine}" for m, engine in zip((target, draft), used) if engine != wanted)
     return target, draft, {"pair": pair, "target": target.name, "draft": draft.name, "engine": used[0].split()[0],
                            "engine_note": notes}
+
+
+def room_behind(prefix: int, model: CachedModel) -> int:
+    """How many tokens fit the model's context behind `prefix`."""
+    return (model.context_length or 2**62) - prefix
 
 
 def write_costs(results: Results, costs: Costs, args) -> None:
@@ -461,7 +469,7 @@ def main(argv: list[str]) -> int:
         results = Results(args.out, {**run_meta(command, target.device, target.model.dtype), **names})
         results.header({"costs": f"forward passes behind {args.prefix} cached tokens, medians of {args.repeats}"})
         costs = measure_costs(target, draft, args.max_width - 1, args.prefix, args.repeats,
-                              [n for n in TREES if n > args.max_width])
+                              [n for n in TREES if args.max_width < n <= room_behind(args.prefix, target)])
         write_costs(results, costs, args)
         write_predictions(results, costs, args.gammas)
         results.say("\n".join(["", *course_figures()]))

@@ -9,8 +9,8 @@ Two things change. The linear layers are replaced in the model itself, so that t
 on them too. And for Llama and GPT-NeoX the pass is written out anew (LlamaBlock, NeoXBlock) over a
 static KV cache, without transformers' small operations between the products; other models keep theirs.
 
-On every engine the rows of a pass do not depend on each other: a token's logits are the same, to float32
-rounding, whether it is fed alone or with others. Without that a verification would not see the target's law.
+On every engine the rows of a pass do not depend on each other: a token's logits are the same, to the dtype's
+rounding (bit by bit on int8), whether it is fed alone or with others. Without that a verification would not see the target's law.
 """
 
 import contextlib
@@ -27,37 +27,37 @@ from torch import LongTensor, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ENGINES = ("eager", "packed", "int8", "graphs")
+SLICE = 512  # tokens of a long text that go through the layers together: the mask of n tokens has n^2 numbers
 
 
 def use_engine(model, engine: str) -> str:
     """Make `model` (a causal LM) run on an engine, in place. Returns the engine in use, with the reason in brackets
-    where it is another than asked for, or where the model keeps transformers' forward pass.
+    where it is another than asked for, or where the model keeps transformers' forward pass. The model is then good for
+    inference where it is: not to be moved, saved or copied.
 
     Raises ValueError for an unknown engine, or for a model that runs on another one already.
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}: there are {', '.join(ENGINES)}")
     before = getattr(model, "engine", "eager")
-    if before == engine:
-        return engine
+    if before.split()[0] == engine:
+        return before
     if before != "eager":
         raise ValueError(f"the model runs on engine {before} already: load it anew")
     missing = what_is_missing(model, engine)
     if missing:
         return f"eager ({engine} needs {missing})"
-    model.engine = engine
-    if engine == "eager":
-        return engine
     replace_linears(model, linear_kind(model, engine))
     model.lean = lean_forward(model, torch.float64 if engine == "int8" else model.dtype)
+    model.engine = engine
     if model.lean is None:
-        return f"{engine} (linear layers only: the pass of {model.config.model_type} is transformers')"
-    if engine == "graphs":
+        model.engine += f" (linear layers only: the pass of {model.config.model_type} is transformers')"
+    elif engine == "graphs":
         model.lean = GraphForward(model.lean)
         fault = model.lean.trial()
         if fault:
-            return f"{engine} (passes are not captured: {fault})"
-    return engine
+            model.engine += f" (passes are not captured: {fault})"
+    return model.engine
 
 
 def what_is_missing(model, engine: str) -> str | None:
@@ -235,7 +235,8 @@ def replace_linears(model, make) -> None:
     for module in [m for m in model.modules() if type(m) is not nn.Linear]:  # which would keep all old weights
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
+            if all(type(layer) is nn.Linear for layer in layers) and len(
+                    {(layer.bias is None, layer.in_features) for layer in layers}) == 1:
                 joint, end = Joint(make(layers)), 0
                 for name, layer in zip(names, layers):
                     columns, end = slice(end, end + layer.out_features), end + layer.out_features
@@ -296,10 +297,11 @@ class LeanForward(nn.Module):
     Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ...
     behind the `start` positions of kv. With head=False it gives what the head would be given, [keep, d].
 
-    attention: the dtype of queries, keys and values. The sums of an attention are added in an order that depends on
-    how many rows there are, so that a row fed alone may differ in its last bit. In 8 bits such a bit can tip a
-    rounding, and the layers behind would make other logits of it. Sums in float64, rounded to float32, are the same
-    float32 in any order (but for one in 2^28), and all else in a pass is computed row by row.
+    attention: the dtype of queries, keys, values and the MLP's activation. The sums of an attention are added in an
+    order that depends on how many rows there are, so that a row fed alone may differ in its last bit; so may an
+    activation, whose exp is another one at the end of a thread's share. In 8 bits such a bit can tip a rounding, and the
+    layers behind would make other logits of it. Computed in float64 and rounded to float32 they are the same float32
+    (but for one in 2^28), and all else in a pass is exact or computed row by row.
     """
 
     def __init__(self, stack: "Stack", limit: int):
@@ -310,7 +312,7 @@ class LeanForward(nn.Module):
 
     def kv_for(self, owner) -> StaticKV:
         """A cache for `owner`, which comes back for the next one when the owner is gone: its memory (and on CUDA the
-        graphs that were captured with it) need not be made anew for each generation."""
+        graphs that were captured with it) need not be made anew for each generation. It stays as large as it was."""
         block = self.stack.blocks[0]
         kv = self.spare.pop() if self.spare else StaticKV(
             len(self.stack.blocks), block.kv_heads, block.head_dim, self.stack.cos, self.limit)
@@ -318,12 +320,19 @@ class LeanForward(nn.Module):
         return kv
 
     def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, head: bool = True) -> Tensor:
-        n = ids.shape[0]
-        kv.reserve(start + n)
-        mask = None if n == 1 else causal_mask(start, n, self.stack.cos)
-        run = self.run if head else self.run.hidden
-        with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds at each shape
-            return run(ids, kv.buffer, None, start, start + n, mask, keep)
+        kv.reserve(start + ids.shape[0])
+        first, kept = start + ids.shape[0] - keep, []  # the position of the first row that is asked for
+        for part in ids.split(SLICE):
+            n = part.shape[0]
+            mask = None if n == 1 else causal_mask(start, n, self.stack.cos)
+            wanted = min(n, start + n - first)
+            run = self.run if head and wanted > 0 else self.run.hidden
+            with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds a shape
+                rows = run(part, kv.buffer, None, start, start + n, mask, max(wanted, 1))
+            if wanted > 0:
+                kept.append(rows)
+            start += n
+        return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
 def without_python(stack: "Stack") -> nn.Module:
@@ -436,7 +445,7 @@ class LlamaBlock(nn.Module):
         write(columns, states[:, self.heads :].view(n, 2, self.kv_heads, -1).permute(1, 2, 0, 3), at, start)
         x = x + self.o(attend(states[:, : self.heads], columns, width, mask).to(x.dtype))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate).mul_(up))
+        return x + self.down(F.silu(gate.to(cos.dtype)).to(x.dtype).mul_(up))
 
 
 def rms_norm(module) -> nn.RMSNorm:
@@ -465,10 +474,10 @@ class NeoXBlock(nn.Module):
     def forward(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
                 cos: Tensor, sin: Tensor) -> Tensor:
         attended = x + self.attention(x, columns, at, start, width, mask, cos, sin)
-        return attended + self.mlp(x if self.parallel else attended)
+        return attended + self.mlp(x if self.parallel else attended, cos.dtype)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(self.norm2(x))))
+    def mlp(self, x: Tensor, activation: torch.dtype) -> Tensor:
+        return self.down(self.act(self.up(self.norm2(x)).to(activation)).to(x.dtype))
 
     def attention(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int,
                   mask: Optional[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
@@ -504,7 +513,7 @@ def lean_forward(model, attention: torch.dtype) -> LeanForward | None:
 
 ROWS = (*range(1, 10), 17, 33, 65)  # numbers of tokens that passes are captured for; others are filled up
 COLUMNS = 512  # the least width of kv that a captured pass reads; the others are its doubles
-ROOM = 1024  # positions that a cache has from the start: a buffer that moves takes its graphs along
+ROOM = 1024  # half the positions that a cache has from the start: a buffer that moves takes its graphs along
 
 
 class GraphForward(nn.Module):
@@ -663,7 +672,8 @@ class TwoStreams(nn.Module):
         self.kv_heads, self.head_dim = block.kv_heads, block.head_dim
 
     def forward(self, x: Tensor, *where) -> Tensor:
-        attended, mlp = at_once(lambda: self.block.attention(x, *where), lambda: self.block.mlp(x), self.streams.side)
+        attended, mlp = at_once(lambda: self.block.attention(x, *where), lambda: self.block.mlp(x, x.dtype),
+                                self.streams.side)
         return x + attended + mlp
 
 

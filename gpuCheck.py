@@ -316,8 +316,9 @@ def measure_speed(args, device, dtype, engines, meta) -> tuple[dict, bool]:
     weights, ids, reached, costs, same = list(map(weights_read, models)), {}, {}, {}, True
     for engine in engines:
         notes = {use_engine(model, engine) for model in models} - {engine}
+        used = getattr(models[0], "engine", "eager").split()[0]
         pair = [CachedModel(model) for model in models]
-        results = Results(args.out, {**meta, "engine": engine, "engine_note": "; ".join(notes)})
+        results = Results(args.out, {**meta, "engine": used, "engine_note": "; ".join(notes)})
         results.header({"memory": f"{bandwidth / 1e9:.0f} GB/s read and written in a copy; limit: weights / memory",
                         "decoding": f"greedy, {args.tokens} tokens behind {PREFIX}, median of {args.runs} runs"})
         results.table(SPEED_COLUMNS)

@@ -139,8 +139,7 @@ def run_draft_score(s, ids, params, setting=None, on_tokens=None):
     follows the draft's law. The time of the scoring is part of the run."""
     out = run_small(s, ids, params, on_tokens=on_tokens)
     if out.tokens:
-        score = generated_perplexity(s.target, [ids], [out.tokens])
-        out.mean_log_likelihood = -score.nll_sum / score.n_tokens
+        generated_perplexity(s.target, [ids], [out.tokens])
         out.last_commit = clock(s.target.device)
     out.draft_forwards, out.target_forwards, out.rounds = out.target_forwards, 1, []
     return out
@@ -210,14 +209,17 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
         return
     print("measuring the costs of a draft step and of a verification ...", flush=True)
     gammas = [setting_of(s.args, label) for label in drafted if TABLE[name_of(label)].setting == "gamma"]
-    context = min(CachedModel(model).context_length or math.inf for model in (s.target, *s.drafts))
-    high = max(1, min(max(MAX_GAMMA, s.args.gamma, *s.multi_gammas(), *gammas), s.args.max_len - 1, context - 2))
-    prefix = max(1, min(prompt_tokens + s.args.max_len // 2, context - high - 1))
+    room, *shorter = (CachedModel(model).context_length or 2**62 for model in (s.target, *s.drafts))
+    high = max(1, min(max(MAX_GAMMA, s.args.gamma, *s.multi_gammas(), *gammas), s.args.max_len - 1, room - 2))
+    prefix = max(1, min(prompt_tokens + s.args.max_len // 2, room - max(high + 1, 4)))
     widths = [n for n in (*range(1, 10), 13, 17, 25, 33, 49, 65, 97, 129, 257, 513) if n <= high] + [high + 1]
     times = step_times(s.target, widths, prefix, repeats=5)
-    lower = [1, *(gamma + 1 for gamma in s.multi_gammas())]  # how wide a pass of each stage is
-    s.draft_times = [(*draft_times(s.target, draft, prefix, repeats=5), *step_times(draft, [n], prefix, repeats=5))
-                     for draft, n in zip(s.drafts, lower)]
+    lower = [1, *(min(gamma, high) + 1 for gamma in s.multi_gammas())]  # how wide a pass of each stage is
+    s.draft_times = []
+    for draft, n, room in zip(s.drafts, lower, shorter):
+        behind = max(1, min(prefix, room - max(n, 4)))
+        s.draft_times.append((*draft_times(s.target, draft, behind, repeats=5),
+                              *step_times(draft, [min(n, room - behind)], behind, repeats=5)))
     first, later, _ = s.draft_times[s.drafts.index(s.draft)] if s.draft is not None else (0.0, 0.0, 0.0)
     v = np.interp(range(1, high + 2), widths, times) / times[0]
     s.costs = Costs(times[0], later, v.tolist(), start=max(0.0, first - later) / times[0])
@@ -316,7 +318,6 @@ def measured(s: Setup, label: str, ids: list[int], params: SamplingParams, promp
         out, prompt, repeat, **identity(s, label), tokens=out.tokens, finish_reason=out.finish_reason,
         peak_memory_mb=peak_memory_mb(device),
         loop_share=1 - watch.seconds / wall if wall and seen and watch.timed else None,
-        mean_log_likelihood=getattr(out, "mean_log_likelihood", None),
         predicted=predicted_speedup(s, name_of(label), out, watch),
     )
 

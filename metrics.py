@@ -189,7 +189,7 @@ def summarise(runs: list[dict], reference: list[dict]) -> dict:
 
 
 def by_position(runs: list[dict], key: str) -> list[int]:
-    """The runs' counts by position in the round, summed; a journal of an older version has none."""
+    """The runs' counts by position in the round, summed; peers' runs have none."""
     return [sum(counts) for counts in zip_longest(*(r.get(key) or () for r in runs), fillvalue=0)]
 
 

@@ -15,7 +15,7 @@ from torch import LongTensor, Tensor
 from cachedModel import CachedModel, as_cached
 from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
-from utils import Laws, OneHot, SamplingParams, check_laws, laws_of, residual, sample
+from utils import Laws, OneHot, SamplingParams, check_laws, fit_width, laws_of, residual, sample
 
 # ----------------------------------------------------------------------------------------------- verification
 
@@ -79,7 +79,7 @@ def draft_and_verify(model: CachedModel, drafter: "Drafter", ids: LongTensor, ro
     proposal = drafter.propose(ids, room - 1)
     tokens, q = proposal.tokens, laws_of(proposal.q)
     g = tokens.shape[0]
-    p = model.laws(torch.cat((ids, tokens)), params, keep=g + 1, width=width)
+    p = model.laws(torch.cat((ids, tokens)), params, keep=g + 1, width=width).to(ids.device)
     n, x = judge(p, q, tokens, generator)
     # All that the host needs to know of the round, in one synchronisation.
     told = torch.cat((torch.stack((n, x)), tokens, p.lawful(), q.lawful())).tolist()
@@ -169,14 +169,21 @@ class ModelDrafter(Drafter):
         limit = min(limit, self.gamma.propose(), draft_room(self.model, n))
         q = []
         while len(q) < limit:
-            law = self.model.laws(ids, self.params, width=self.width).to(self.device)
+            logits = fit_width(self.model.forward(ids), self.width)
+            law = self.params.laws(logits).to(self.device)
             x = sample(law, self.generator)  # on the device: the next step is not waited for
             ids, q = torch.cat((ids, x)), [*q, law]
             # A controller may stop because of a token that was drawn, but that token stays in the proposal:
             # throwing it away would bend the law.
-            if self.gamma.looks_at_tokens and self.gamma.stop(float(law.of(x))):
+            if self.gamma.looks_at_tokens and self.gamma.stop(self.confidence(logits, law, x)):
                 break
         return self.proposal(ids[n:], q)
+
+    def confidence(self, logits: Tensor, law: Laws, x: LongTensor) -> float:
+        """How sure the draft is of the token that it drew: q(x); greedy, where that is always 1, its softmax."""
+        if self.params.temperature > 0:
+            return float(law.of(x))
+        return float(logits.float().softmax(dim=-1)[0, x.to(logits.device)])
 
     def rollback(self, length):
         self.model.rollback(length)
@@ -431,8 +438,8 @@ class HeuristicGamma(GammaController):
 
 
 class ConfidenceGamma(GammaController):
-    """Stop drafting behind the first token whose draft probability is under the threshold; transformers'
-    `assistant_confidence_threshold` (0.4). gamma is the most a round proposes."""
+    """Stop drafting behind the first token whose draft probability is under the threshold (greedy: by the draft's
+    softmax); transformers' `assistant_confidence_threshold` (0.4). gamma is the most a round proposes."""
 
     looks_at_tokens = True
 

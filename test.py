@@ -302,7 +302,8 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
     sets = prompt_sets(s, labels)
     lengths = [len(prompt.ids) for prompts in sets for prompt in prompts]
     if "llama-cpp" in labels:
-        s.llama = LlamaCpp(gguf_of(s.pair.target), torch.get_num_threads(), max(lengths) + s.args.max_len)
+        context = min(max(lengths) + s.args.max_len, CachedModel(s.target).context_length or 2**62)
+        s.llama = LlamaCpp(gguf_of(s.pair.target), torch.get_num_threads(), context)
     prepare_costs(s, labels, round(median(lengths)))
     results = Results(s.args.out, {**meta_of(s, argv), "max_new_tokens": s.args.max_len})
     recover(s.args.out)
@@ -634,7 +635,7 @@ COLOURS = {"accepted": "\033[32m{}\033[0m", "bonus": "\033[1;34m{}\033[0m", "cor
 MARKS = {"accepted": "{}", "bonus": "{{+{}}}", "corrected": "{{!{}}}"}
 
 
-def run_show(s: Setup) -> bool:
+def run_show(s: Setup) -> None:
     """Stream one prompt per method: what was accepted, what the target added, what it corrected."""
     params = sampling_params(s)
     name = text_names(s.args)[0]
@@ -653,7 +654,6 @@ def run_show(s: Setup) -> bool:
         rate = "-" if out.acceptance_rate is None else f"{out.acceptance_rate:.3f}"
         speed = f"{out.throughput:.2f} tokens/s, " if out.tokens else ""
         print(f"\n[{speed}alpha {rate}, {len(out.rounds)} rounds for {len(out.tokens)} tokens]")
-    return True
 
 
 def show_one(s: Setup, drafter, prompt, params: SamplingParams, style: dict) -> Generation:
@@ -686,7 +686,8 @@ def main(argv: list[str]) -> int:
             torch.set_num_threads(args.threads)
         transformers.utils.logging.set_verbosity_error()
         if args.show:
-            return 0 if run_show(set_up(args, for_ppl=False)) else 1
+            run_show(set_up(args, for_ppl=False))
+            return 0
         good = True
         if args.speed:
             s = set_up(args, for_ppl=False)

@@ -57,7 +57,7 @@ class SamplingParams:
 
     def laws(self, logits: Tensor) -> "Laws":
         """The same laws in the form in which they cost least: [n, V] logits, which may be overwritten, -> n laws.
-        Nothing waits for the device, so nothing is raised: see their `lawful`."""
+        Nothing waits for the device (but top-p without top-k, once), so nothing is raised: see their `lawful`."""
         if self.temperature == 0:
             return greedy_laws(logits)
         return softened(logits.float().clamp_(max=FINITE), self.temperature, self.top_k, self.top_p)

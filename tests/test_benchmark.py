@@ -314,6 +314,20 @@ def test_costs_are_measured_for_every_gamma_of_the_run(bench, folders):
     assert s.costs.start >= 0
 
 
+def test_costs_where_the_drafts_context_is_short(bench, folders):
+    """Lookup proposes what it likes; the drafts' passes are measured where they fit."""
+    args = bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--draft",
+                        str(folders / "mid"), "--device", "cpu", "--max-len", "60"])
+    s = bench.set_up(args, for_ppl=False)
+    s.drafts = [tiny_model("llama", positions=positions) for positions in (6, 9)]
+    s.draft = s.drafts[0]
+    bench.prepare_costs(s, ["lookup:32", "spec", "multi"], 20)
+    assert len(s.costs.v) == 33 and len(s.draft_times) == 2
+    s.args.max_len = 1
+    bench.prepare_costs(s, ["spec"], 1000)  # a prompt that fills the target's context
+    assert len(s.costs.v) == 2
+
+
 def test_a_pass_behind_another_models_is_told_from_the_next_ones(folders, bench):
     """Each round of gamma 3 calls the draft three times, the first of them behind the target's pass."""
     args = bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--device", "cpu"])

@@ -397,3 +397,12 @@ def test_aimd_never_falls_to_zero():
 def test_only_the_first_stage_can_be_a_drafter():
     with pytest.raises(ValueError, match="only the first"):
         speculative_sampling_multi(tiny_model("llama"), [tiny_model("llama"), NGramDrafter(2)], [1], SamplingParams())
+
+
+def test_a_greedy_drafts_confidence_is_its_softmax():
+    """Its law is one-hot: q(x) = 1 would never stop it."""
+    target, unsure, sure = (tiny_model("llama", sharpness=sharpness) for sharpness in (20, 1, 1000))
+    params = SamplingParams(temperature=0, max_new_tokens=40)
+    for draft, proposed in ((unsure, 1), (sure, 8)):
+        out = speculative_sampling_dynamic(target, draft, [1, 2, 3], params, ConfidenceGamma(8))
+        assert {r.proposed for r in out.rounds[:-1]} - {params.max_new_tokens - len(out.tokens)} == {proposed}

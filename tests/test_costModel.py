@@ -491,6 +491,7 @@ def test_folders_of_models_are_measured_too(script, tmp_path):
     (["--target", "no/where", "--draft", "b"], "--target"),
     (["--shapes", "pythia", "--prefix", "2047"], "--prefix"), (["--fast"], "--fast"),
     (["--shapes", "pythia", "--simulate", "--max-len", "2041"], "--max-len"),
+    (["--simulate", "1", "--max-width", "9", "--max-len", "10"], "--max-len"),  # all in one round: no TPOT
 ])
 def test_wrong_flags_end_in_one_line_and_status_2(script, flags, said):
     code, rows, _, err = script(*flags)

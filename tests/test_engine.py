@@ -5,7 +5,7 @@ import torch
 
 from cachedModel import CachedModel
 from conftest import tiny_model
-from engine import Int8Linear, LlamaBlock, NeoXBlock, PackedLinear, Part, StaticKV, use_engine
+from engine import Int8Linear, LlamaBlock, NeoXBlock, PackedLinear, Part, StaticKV, causal_mask, use_engine
 from PPL import perplexity
 from regrSampling import autoregressive_sampling
 from specSampling import (NGramDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
@@ -171,7 +171,16 @@ def test_a_table_of_positions_that_grows_is_left_to_transformers():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model("llama", rope_parameters=rope, **SHAPE)
     assert use_engine(model, "packed") == "packed (linear layers only: the pass of llama is transformers')"
-    assert model.lean is None
+    assert model.lean is None and use_engine(model, "packed").startswith("packed (linear layers only")  # said again
+
+
+def test_an_engine_that_broke_down_half_way_is_not_taken_for_one(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr("engine.largest_inputs", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        use_engine(model, "int8")
+    monkeypatch.undo()
+    assert use_engine(model, "int8") == "int8" and model.lean is not None
 
 
 @pytest.mark.parametrize("family", LEAN)
@@ -229,6 +238,35 @@ def test_what_torchscript_cannot_take_stays_python(monkeypatch):
     model = on_engine("llama", "packed")
     assert model.lean.run is model.lean.stack
     assert torch.equal(CachedModel(model).forward(some_ids(9)), expected)
+
+
+@pytest.mark.parametrize("family,engine", [("llama", "packed"), ("llama", "int8"), ("gpt_neox", "int8")])
+def test_a_long_text_goes_through_the_layers_in_slices(family, engine, monkeypatch):
+    """The mask of all of it at once would have as many numbers as the square of its length."""
+    model, ids = CachedModel(on_engine(family, engine)), some_ids(200)
+    whole, masks = model.forward(ids, keep=200), []
+    monkeypatch.setattr("engine.SLICE", 32)
+    monkeypatch.setattr("engine.causal_mask", lambda *how: masks.append(causal_mask(*how)) or masks[-1])
+    for start, keep in ((0, 200), (0, 1), (0, 9), (7, 40), (100, 64), (199, 1), (130, 33)):
+        model.reset()
+        if start:
+            model.forward(ids[:start])
+        rows = model.forward(ids, keep=keep)
+        assert rows.shape[0] == keep and (rows - whole[-keep:]).abs().max() <= 2e-6 * whole.abs().max()
+    assert max(mask.shape[0] for mask in masks) == 32
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_activations_of_int8_do_not_depend_on_a_threads_share(threads):
+    """In float32 the end of a share is computed by another exp: 17 x 4096 over 3 threads differ from row by row."""
+    x = torch.randn(17, 4096, generator=torch.Generator().manual_seed(0))
+    torch.set_num_threads(threads)
+    try:
+        for act in (torch.nn.functional.silu, torch.nn.functional.gelu):
+            rows = act(x.double()).float()
+            assert all(torch.equal(act(x[i : i + 1].double()).float()[0], rows[i]) for i in range(17))
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_layers_with_the_same_input_are_one_product():
