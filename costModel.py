@@ -31,7 +31,7 @@ from metrics import Column, Results, clock, median, median_interval, run_meta, r
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, CostAwareGamma, FixedGamma, HeuristicGamma, ModelDrafter, Proposal,
                           drafted_sampling, expected_tokens)
-from utils import OneHot, SamplingParams, ids_of
+from utils import OneHot, SamplingParams, ids_of, sample
 
 # ------------------------------------------------------------------------------------- constants to edit
 
@@ -141,10 +141,11 @@ class Costs:
         return [self.v[0], *(v + self.start for v in self.v[1:])]
 
 
-def step_times(model, widths, prefix: int = 64, repeats: int = 7) -> list[float]:
+def step_times(model, widths, prefix: int = 64, repeats: int = 7, params=None) -> list[float]:
     """Median seconds of one forward pass over n new tokens behind `prefix` cached ones, for each n in widths.
 
-    model: a causal LM or CachedModel. The widths are interleaved, so that a slow moment of the machine hits all alike,
+    model: a causal LM or CachedModel. params: with SamplingParams, their laws of the n rows are part of it, which at a
+    temperature take a while on a CPU. The widths are interleaved, so that a slow moment of the machine hits all alike,
     in an order that changes, as a pass leaves its traces in the caches; their first turn warms up and is not counted.
     """
     model = as_cached(model)
@@ -156,7 +157,10 @@ def step_times(model, widths, prefix: int = 64, repeats: int = 7) -> list[float]
             for n in shuffled.sample(list(times), len(times)):
                 model.rollback(prefix)
                 start = clock(model.device)
-                model.forward(ids[: prefix + n], keep=n)
+                if params is None:
+                    model.forward(ids[: prefix + n], keep=n)
+                else:
+                    model.laws(ids[: prefix + n], params, keep=n)
                 if turn:
                     times[n].append(clock(model.device) - start)
     model.reset()
@@ -165,22 +169,23 @@ def step_times(model, widths, prefix: int = 64, repeats: int = 7) -> list[float]
 
 @contextlib.contextmanager
 def undisturbed():
-    """Inside, the garbage collector does not run."""
+    """Inside, the garbage collector does not run, nor anything for gradients."""
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with torch.inference_mode():
+            yield
     finally:
         if was_on:
             gc.enable()
 
 
-def draft_times(target, draft, prefix: int = 64, repeats: int = 7) -> tuple[float, float]:
+def draft_times(target, draft, prefix: int = 64, repeats: int = 7, params=None) -> tuple[float, float]:
     """Median seconds of the draft's step over one token right behind a pass of the target, which leaves the caches full
-    of its own weights, and of the three steps that follow."""
+    of its own weights, and of the three steps that follow. params: with SamplingParams, drawing is part of a step."""
     target, draft = as_cached(target), as_cached(draft)
     ids = torch.arange(prefix + 4, device=target.device) % min(target.vocab_size, draft.vocab_size)
-    first, later = [], []
+    first, later, generator = [], [], torch.Generator(device=draft.device)
     with undisturbed():
         for turn in range(repeats + 1):
             target.rollback(prefix - 1)
@@ -188,7 +193,10 @@ def draft_times(target, draft, prefix: int = 64, repeats: int = 7) -> tuple[floa
             draft.forward(ids[:prefix]) if turn == 0 else draft.rollback(prefix)
             for n in range(prefix + 1, prefix + 5):
                 start = clock(draft.device)
-                draft.forward(ids[:n])
+                if params is None:
+                    draft.forward(ids[:n])
+                else:
+                    sample(draft.laws(ids[:n], params), generator)
                 if turn:
                     (first if n == prefix + 1 else later).append(clock(draft.device) - start)
     target.reset()

@@ -10,7 +10,8 @@ on them too. And for Llama and GPT-NeoX the pass is written out anew (LlamaBlock
 static KV cache, without transformers' small operations between the products; other models keep theirs.
 
 On every engine the rows of a pass do not depend on each other: a token's logits are the same, to the dtype's
-rounding (bit by bit on int8), whether it is fed alone or with others. Without that a verification would not see the target's law.
+rounding (bit by bit on int8), whether it is fed alone or with others. Without that a verification would not see the
+target's law.
 """
 
 import contextlib
@@ -299,9 +300,9 @@ class LeanForward(nn.Module):
 
     attention: the dtype of queries, keys, values and the MLP's activation. The sums of an attention are added in an
     order that depends on how many rows there are, so that a row fed alone may differ in its last bit; so may an
-    activation, whose exp is another one at the end of a thread's share. In 8 bits such a bit can tip a rounding, and the
-    layers behind would make other logits of it. Computed in float64 and rounded to float32 they are the same float32
-    (but for one in 2^28), and all else in a pass is exact or computed row by row.
+    activation, whose exp is another one at the end of a thread's share. In 8 bits such a bit can tip a rounding, and
+    the layers behind would make other logits of it. Computed in float64 and rounded to float32 they are the same
+    float32 (but for one in 2^28), and all else in a pass is exact or computed row by row.
     """
 
     def __init__(self, stack: "Stack", limit: int):

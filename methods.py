@@ -213,13 +213,14 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
     high = max(1, min(max(MAX_GAMMA, s.args.gamma, *s.multi_gammas(), *gammas), s.args.max_len - 1, room - 2))
     prefix = max(1, min(prompt_tokens + s.args.max_len // 2, room - max(high + 1, 4)))
     widths = [n for n in (*range(1, 10), 13, 17, 25, 33, 49, 65, 97, 129, 257, 513) if n <= high] + [high + 1]
-    times = step_times(s.target, widths, prefix, repeats=5)
+    params = SamplingParams(s.args.temperature, s.args.top_k, s.args.top_p)
+    times = step_times(s.target, widths, prefix, 5, params)
     lower = [1, *(min(gamma, high) + 1 for gamma in s.multi_gammas())]  # how wide a pass of each stage is
     s.draft_times = []
     for draft, n, room in zip(s.drafts, lower, shorter):
         behind = max(1, min(prefix, room - max(n, 4)))
-        s.draft_times.append((*draft_times(s.target, draft, behind, repeats=5),
-                              *step_times(draft, [min(n, room - behind)], behind, repeats=5)))
+        s.draft_times.append((*draft_times(s.target, draft, behind, 5, params),
+                              *step_times(draft, [min(n, room - behind)], behind, 5, params)))
     first, later, _ = s.draft_times[s.drafts.index(s.draft)] if s.draft is not None else (0.0, 0.0, 0.0)
     v = np.interp(range(1, high + 2), widths, times) / times[0]
     s.costs = Costs(times[0], later, v.tolist(), start=max(0.0, first - later) / times[0])

@@ -290,7 +290,8 @@ def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     out = Generation(rounds=[Round(4, 4, 5), Round(4, 1, 2), Round(2, 2, 3), Round(0, 0, 1)])
     watch = SimpleNamespace(draft_calls_later=lambda: [(0, 0), (6, 2)])
     rounds = 0.018 + 0.014 + 0.010  # of the target over 5, 3 and 1 tokens
-    assert methods.predicted_speedup(s, "spec", out, watch) == pytest.approx(6 * 0.010 / (rounds + 4 * 0.003 + 2 * 0.007))
+    spec = rounds + 4 * 0.003 + 2 * 0.007
+    assert methods.predicted_speedup(s, "spec", out, watch) == pytest.approx(6 * 0.010 / spec)
     watch.draft_calls_later = lambda: [(7, 3), (2, 2)]
     rounds_and_stages = rounds + 4 * 0.002 + 3 * 0.004 + 2 * 0.005
     assert methods.predicted_speedup(s, "multi", out, watch) == pytest.approx(6 * 0.010 / rounds_and_stages)

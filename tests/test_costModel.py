@@ -248,6 +248,9 @@ def test_the_draft_step_behind_a_targets_pass_is_told_from_the_next_ones(monkeyp
     monkeypatch.setattr(costModel, "clock", lambda device: now[0])
     target, draft = clocked(tiny_model("llama"), 100.0, 100.0), clocked(tiny_model("gpt_neox"), 5.0, 1.0)
     assert draft_times(target, draft, prefix=4, repeats=2) == (5.0, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(costModel, "sample", lambda laws, generator: now.__setitem__(0, now[0] + laws.shape[0] / 2))
+        assert draft_times(target, draft, 4, 2, SamplingParams(temperature=1.0)) == (5.5, 1.5)
     costs = measure_costs(target, draft, 2, prefix=4, repeats=2)
     assert (costs.t_target, costs.t_draft, costs.start, costs.v_drafting) == (100.0, 1.0, 0.04, [1.0, 1.04, 1.04])
 
