@@ -371,8 +371,8 @@ def facts_of(row: dict) -> tuple:
 
 
 def short(name: str) -> str:
-    """A text's name where space is short: a prompt file without its ending."""
-    name = name.removesuffix(".jsonl").removesuffix(".txt")
+    """A text's name where space is short: a prompt file's categories, or the file without its ending."""
+    name = name.rpartition(":")[2].removesuffix(".jsonl").removesuffix(".txt")
     return name if len(name) < 19 else name[:17] + "\u2026"
 
 
