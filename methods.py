@@ -7,7 +7,6 @@ A new method is one function and one line in TABLE.
 import argparse
 import contextlib
 import gc
-import math
 import re
 import resource
 import time
