@@ -18,6 +18,7 @@ import random
 import shlex
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ from tqdm import tqdm
 from cachedModel import CachedModel, as_cached
 from engine import ENGINES, use_engine
 from loadModel import PYTHIA, load_model, pick_device, pick_dtype, pick_engine, pythia_shape, resolve_pair
-from metrics import Column, Results, clock, median, median_interval, run_meta, run_record, summarise
+from metrics import (Column, Results, as_script, clock, fail, median, median_interval, run_meta, run_record,
+                     summarise)
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, CostAwareGamma, FixedGamma, HeuristicGamma, ModelDrafter, Proposal,
                           drafted_sampling, expected_tokens)
@@ -336,7 +338,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; wrong ones end in one line and exit status 2."""
     parser = argparse.ArgumentParser(prog="costModel.py", description=__doc__.split("\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser.error = partial(fail, "costModel.py")
     add = parser.add_argument
     add("--pair", default="auto", help="a pair of loadModel.py, or auto")
     add("--target", help="any local folder or hub name, instead of --pair's; with --shapes a size")
@@ -392,10 +394,9 @@ def check_flags(args) -> None:
         raise ValueError(f"--out {args.out} is not a folder that can be written to: choose another")
 
 
-def fail(message) -> None:
-    """One line that says what is wrong, exit status 2."""
-    print(f"costModel.py: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2)
+def room_behind(prefix: int, model: CachedModel) -> int:
+    """How many tokens fit the model's context behind `prefix`."""
+    return (model.context_length or 2**62) - prefix
 
 
 def load_pair(args) -> tuple[CachedModel, CachedModel, dict]:
@@ -414,17 +415,12 @@ def load_pair(args) -> tuple[CachedModel, CachedModel, dict]:
     wanted = pick_engine(args.engine, device, dtype)
     used = [use_engine(model, wanted) for model in models]
     target, draft = map(CachedModel, models)
-    room = min(model.context_length or 2**62 for model in (target, draft)) - args.prefix
+    room = min(room_behind(args.prefix, model) for model in (target, draft))
     if room < max(args.max_width, 4, args.max_len if args.simulate else 0):
         raise ValueError(f"--prefix, --max-width and --max-len do not fit the context of {room + args.prefix} tokens")
     notes = "; ".join(f"{m.name}: {engine}" for m, engine in zip((target, draft), used) if engine != wanted)
     return target, draft, {"pair": pair, "target": target.name, "draft": draft.name, "engine": used[0].split()[0],
                            "engine_note": notes}
-
-
-def room_behind(prefix: int, model: CachedModel) -> int:
-    """How many tokens fit the model's context behind `prefix`."""
-    return (model.context_length or 2**62) - prefix
 
 
 def write_costs(results: Results, costs: Costs, args) -> None:
@@ -465,28 +461,23 @@ def write_predictions(results: Results, costs: Costs, gammas: list[int]) -> None
                     "draft's tokens that are accepted.")
 
 
+@as_script("costModel.py")
 def main(argv: list[str]) -> int:
     """0; 1 when greedy ids differed; 2 and one line for bad input."""
-    try:
-        args = parse(argv)
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        transformers.utils.logging.set_verbosity_error()
-        target, draft, names = load_pair(args)
-        command = shlex.join(["python", "costModel.py", *argv])
-        results = Results(args.out, {**run_meta(command, target.device, target.model.dtype), **names})
-        results.header({"costs": f"forward passes behind {args.prefix} cached tokens, medians of {args.repeats}"})
-        costs = measure_costs(target, draft, args.max_width - 1, args.prefix, args.repeats,
-                              [n for n in TREES if args.max_width < n <= room_behind(args.prefix, target)])
-        write_costs(results, costs, args)
-        write_predictions(results, costs, args.gammas)
-        results.say("\n".join(["", *course_figures()]))
-        return 0 if not args.simulate or simulate(target, draft, costs, args, results) else 1
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is in results.txt", file=sys.stderr)
-        return 130
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    target, draft, names = load_pair(args)
+    command = shlex.join(["python", "costModel.py", *argv])
+    results = Results(args.out, {**run_meta(command, target.device, target.model.dtype), **names})
+    results.header({"costs": f"forward passes behind {args.prefix} cached tokens, medians of {args.repeats}"})
+    costs = measure_costs(target, draft, args.max_width - 1, args.prefix, args.repeats,
+                          [n for n in TREES if args.max_width < n <= room_behind(args.prefix, target)])
+    write_costs(results, costs, args)
+    write_predictions(results, costs, args.gammas)
+    results.say("\n".join(["", *course_figures()]))
+    return 0 if not args.simulate or simulate(target, draft, costs, args, results) else 1
 
 
 if __name__ == "__main__":

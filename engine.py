@@ -68,16 +68,13 @@ def what_is_missing(model, engine: str) -> str | None:
         return "float32 on a CPU with oneDNN"
     if engine == "int8" and not (cpu and float32 and "fbgemm" in torch.backends.quantized.supported_engines):
         return "float32 weights on an x86 CPU with fbgemm"
-    if engine == "int8" and not is_lean(model):
-        # The rounding of transformers' attention depends on the tokens beside a row; 8 bits turn that into other ids.
+    if engine == "graphs" and model.device.type != "cuda":
+        return "CUDA"
+    # The rounding of transformers' attention depends on the tokens beside a row; 8 bits turn that into other ids.
+    if engine in ("int8", "graphs") and not is_lean(model):
         return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
-    if engine == "graphs":
-        if model.device.type != "cuda":
-            return "CUDA"
-        if not is_lean(model):
-            return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
-        if len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
-            return "the model on one GPU"
+    if engine == "graphs" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
+        return "the model on one GPU"
     return None
 
 
@@ -88,7 +85,7 @@ class PackedLinear(nn.Module):
     """A float32 linear layer on a CPU whose weight oneDNN has put into its kernels' own order, once.
 
     torch.nn.functional.linear hands oneDNN or MKL the plain weight each time; for the few rows of a
-    verification that costs up to three times as much as for one row.
+    verification that costs up to twice as much as for one row.
     weight: [out, in] float32; bias: [out] or None.
     """
 
@@ -338,7 +335,7 @@ class LeanForward(nn.Module):
 
 def without_python(stack: "Stack") -> nn.Module:
     """`stack` as TorchScript: the same operations in the same order, called from C++. A step of a small model is a
-    thousand small operations, and Python takes half of its time to call them. Where TorchScript cannot take it (it is
+    thousand small operations, and Python takes much of its time to call them. Where TorchScript cannot take it (it is
     deprecated, and newer Pythons do without), the stack as it is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from cachedModel import CachedModel
 from costModel import measure_costs, simulate, undisturbed, write_costs
 from engine import use_engine
 from loadModel import PYTHIA, pick_device, pick_dtype, pick_engine, pythia_shape
-from metrics import Column, Generation, Results, clock, median, run_meta
+from metrics import Column, Generation, Results, as_script, clock, fail, median, run_meta
 from regrSampling import autoregressive_sampling
 from specSampling import (CombinedDrafter, NGramDrafter, drafted_sampling, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi, verify)
@@ -355,7 +356,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; wrong ones end in one line and exit status 2."""
     parser = argparse.ArgumentParser(prog="gpuCheck.py", description=__doc__.split("\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser.error = partial(fail, "gpuCheck.py")
     add = parser.add_argument
     add("--target", choices=tuple(PYTHIA), default="2.8b", help="whose shape the target has")
     add("--draft", choices=tuple(PYTHIA), default="70m", help="whose shape the draft has")
@@ -377,12 +378,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def fail(message) -> None:
-    """One line that says what is wrong, exit status 2."""
-    print(f"gpuCheck.py: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2)
-
-
+@as_script("gpuCheck.py")
 def main(argv: list[str]) -> int:
     """0; 1 when a check failed; 2 and one line for bad input, and where there is no CUDA."""
     began = time.perf_counter()
@@ -408,12 +404,7 @@ def main(argv: list[str]) -> int:
                     f"{time.perf_counter() - began:.0f} s")
         return 1 if failed else 0
     except torch.OutOfMemoryError as error:
-        fail(f"{error}; a smaller --target fits")
-    except (ValueError, OSError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is in results.txt", file=sys.stderr)
-        return 130
+        raise ValueError(f"{error}; a smaller --target fits") from error
 
 
 if __name__ == "__main__":

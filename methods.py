@@ -225,7 +225,7 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
     s.costs = Costs(times[0], later, v.tolist(), start=max(0.0, first - later) / times[0])
 
 
-def predicted_speedup(s: Setup, name: str, out: Generation, watch) -> float | None:
+def speedup_of_run(s: Setup, name: str, out: Generation, watch) -> float | None:
     """What the measured costs say of a run's rounds: its tokens at the price of a target step each, over the price of
     its rounds, each the passes of the drafts and one of the target over proposed + 1 tokens.
 
@@ -318,7 +318,7 @@ def measured(s: Setup, label: str, ids: list[int], params: SamplingParams, promp
         out, prompt, repeat, **identity(s, label), tokens=out.tokens, finish_reason=out.finish_reason,
         peak_memory_mb=peak_memory_mb(device),
         loop_share=1 - watch.seconds / wall if wall and seen and watch.timed else None,
-        predicted=predicted_speedup(s, name_of(label), out, watch),
+        predicted=speedup_of_run(s, name_of(label), out, watch),
     )
 
 

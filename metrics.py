@@ -10,12 +10,14 @@ A commit is the moment a round's tokens are known on the host; the clock is read
 synchronised. n is the number of ids emitted, n_first how many came with the first commit.
 """
 
+import functools
 import json
 import math
 import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -353,3 +355,29 @@ def finite(value):
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------------------------- how a measuring script ends
+
+
+def fail(script: str, message) -> None:
+    """One line that says what is wrong, exit status 2."""
+    print(f"{script}: {' '.join(str(message).split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def as_script(script: str):
+    """For main(argv) -> exit status: it ends in one line and 2 where the input is bad or the memory full, and in 130
+    when it is interrupted; every row is on the disk by then."""
+    def decorate(main):
+        @functools.wraps(main)
+        def guarded(argv: list[str]) -> int:
+            try:
+                return main(argv)
+            except (ValueError, OSError, torch.OutOfMemoryError) as error:
+                fail(script, error)
+            except KeyboardInterrupt:
+                print("\ninterrupted: what was measured is in results.txt", file=sys.stderr)
+                return 130
+        return guarded
+    return decorate

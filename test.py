@@ -21,6 +21,7 @@ import shlex
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 # Nothing here needs the network: models and data are on the disk, and a flag of the shell must not delay it.
@@ -36,7 +37,7 @@ from engine import ENGINES, use_engine
 from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine, resolve_pair
 from methods import (CONTROLLERS, DRAFTERS, IDENTITY, TABLE, Setup, check_label, decoded, measured, name_of,
                      prepare_costs, setting_of)
-from metrics import Column, Generation, Results, append, median, run_meta, summarise
+from metrics import Column, Generation, Results, append, as_script, fail, median, run_meta, summarise
 from peers import PEER_COLUMNS, LlamaCpp, best_of, compare, gguf_of, what_llama_cpp_lacks
 from PPL import generated_perplexity, sampler_distance, text_perplexity
 from specSampling import drafted_sampling
@@ -80,7 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; wrong ones end in one line and exit status 2."""
     parser = argparse.ArgumentParser(prog="test.py", description=__doc__.split("\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser.error = partial(fail, "test.py")
     add = parser.add_argument
     add("--speed", type=int, choices=(0, 1), help="run the speed part (both parts run if neither is named)")
     add("--ppl", type=int, choices=(0, 1), help="run the perplexity part")
@@ -170,12 +171,6 @@ def check_flags(args) -> None:
     if not os.access(args.out, os.W_OK):
         raise ValueError(f"--out {args.out} cannot be written to: choose another folder")
     SamplingParams(args.temperature, args.top_k, args.top_p, seed=args.seed)
-
-
-def fail(message) -> None:
-    """One line that says what is wrong, exit status 2."""
-    print(f"test.py: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # ------------------------------------------------------------------------------------- set-up
@@ -678,30 +673,25 @@ def show_one(s: Setup, drafter, prompt, params: SamplingParams, style: dict) -> 
 # ------------------------------------------------------------------------------------- main
 
 
+@as_script("test.py")
 def main(argv: list[str]) -> int:
     """0; 1 when greedy ids differed; 2 and one line for bad input."""
-    try:
-        args = parse(argv)
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        transformers.utils.logging.set_verbosity_error()
-        if args.show:
-            run_show(set_up(args, for_ppl=False))
-            return 0
-        good = True
-        if args.speed:
-            s = set_up(args, for_ppl=False)
-            good = run_speed(s, argv)
-        if args.ppl:
-            # The two parts may want different dtypes (auto on CUDA): load anew only then.
-            again = not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True)
-            run_ppl(set_up(args, for_ppl=True) if again else s, argv)
-        return 0 if good else 1
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is in results.txt", file=sys.stderr)
-        return 130
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    if args.show:
+        run_show(set_up(args, for_ppl=False))
+        return 0
+    good = True
+    if args.speed:
+        s = set_up(args, for_ppl=False)
+        good = run_speed(s, argv)
+    if args.ppl:
+        # The two parts may want different dtypes (auto on CUDA): load anew only then.
+        again = not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True)
+        run_ppl(set_up(args, for_ppl=True) if again else s, argv)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

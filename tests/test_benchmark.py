@@ -291,14 +291,14 @@ def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     watch = SimpleNamespace(draft_calls_later=lambda: [(0, 0), (6, 2)])
     rounds = 0.018 + 0.014 + 0.010  # of the target over 5, 3 and 1 tokens
     spec = rounds + 4 * 0.003 + 2 * 0.007
-    assert methods.predicted_speedup(s, "spec", out, watch) == pytest.approx(6 * 0.010 / spec)
+    assert methods.speedup_of_run(s, "spec", out, watch) == pytest.approx(6 * 0.010 / spec)
     watch.draft_calls_later = lambda: [(7, 3), (2, 2)]
     rounds_and_stages = rounds + 4 * 0.002 + 3 * 0.004 + 2 * 0.005
-    assert methods.predicted_speedup(s, "multi", out, watch) == pytest.approx(6 * 0.010 / rounds_and_stages)
+    assert methods.speedup_of_run(s, "multi", out, watch) == pytest.approx(6 * 0.010 / rounds_and_stages)
     watch.draft_calls_later = lambda: [(0, 0), (0, 0)]
-    assert methods.predicted_speedup(s, "lookup", out, watch) == pytest.approx(6 * 0.010 / rounds)
-    assert methods.predicted_speedup(s, "hf-assisted", out, watch) is None
-    assert methods.predicted_speedup(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch) is None
+    assert methods.speedup_of_run(s, "lookup", out, watch) == pytest.approx(6 * 0.010 / rounds)
+    assert methods.speedup_of_run(s, "hf-assisted", out, watch) is None
+    assert methods.speedup_of_run(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch) is None
 
 
 def test_costs_are_measured_for_every_gamma_of_the_run(bench, folders):
