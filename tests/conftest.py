@@ -1,4 +1,5 @@
 """Fixtures for all tests: the optional shared material and tiny random models of four families."""
+import json
 import os
 from pathlib import Path
 
@@ -77,3 +78,14 @@ def tiny_model(family, seed=0, sharpness=1.0, **shape):
 def tiny_models():
     """The factory: see tiny_model."""
     return tiny_model
+
+
+def ran(main, few, flags, folder, capsys):
+    """(exit status, rows, text, stderr) of a script's main(): `few` make it quick, its results are in `folder`."""
+    try:
+        code = main([*map(str, (*few, "--out", folder, *flags))])
+    except SystemExit as end:
+        code = end.code
+    rows, text = folder / "results.jsonl", folder / "results.txt"
+    return (code, [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else [],
+            text.read_text() if text.exists() else "", capsys.readouterr().err)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import costModel
 import loadModel
 from cachedModel import CachedModel
-from conftest import tiny_model
+from conftest import ran, tiny_model
 from costModel import (COURSE, COURSE_C, COURSE_GAMMA, SimulatedDrafter, best_gamma, break_even_alpha,
                        course_figures, draft_times,
                        implied_alpha, measure_costs, predicted_speedup, speedup_of_rounds, step_times)
@@ -405,17 +405,8 @@ def test_a_shape_counts_upwards_with_a_wide_margin(small_shapes, dtype):
 def script(small_shapes, tmp_path, capsys):
     """script(*flags) -> (exit status, rows, text, stderr) of main() on tiny shapes."""
 
-    def main(*flags):
-        try:
-            code = costModel.main([*map(str, ("--device", "cpu", "--repeats", 1, "--max-width", 5, "--prefix", 8,
-                                              "--out", tmp_path, *flags))])
-        except SystemExit as end:
-            code = end.code
-        rows, text = tmp_path / "results.jsonl", tmp_path / "results.txt"
-        return (code, [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else [],
-                text.read_text() if text.exists() else "", capsys.readouterr().err)
-
-    return main
+    few = ("--device", "cpu", "--repeats", 1, "--max-width", 5, "--prefix", 8)
+    return lambda *flags: ran(costModel.main, few, flags, tmp_path, capsys)
 
 
 def drafting(target, draft):

@@ -1,6 +1,5 @@
 """gpuCheck.py rehearsed on a CPU: the whole script, and that each check can fail."""
 
-import json
 import math
 import warnings
 
@@ -10,7 +9,7 @@ import torch
 import engine
 import gpuCheck
 import loadModel
-from conftest import tiny_model
+from conftest import ran, tiny_model
 from gpuCheck import Checks, misfit, tiny, waits_of, weights_read
 from metrics import Results
 from regrSampling import autoregressive_sampling
@@ -29,17 +28,8 @@ def script(monkeypatch, tmp_path, capsys):
                             TEXTS=60, PREFIX=8, FAMILIES=("gpt_neox",)).items():
         monkeypatch.setattr(gpuCheck, name, value)
 
-    def main(*flags):
-        try:
-            code = gpuCheck.main([*map(str, ("--target", "410m", "--tokens", 16, "--runs", 1, "--repeats", 1, "--out",
-                                             tmp_path, *flags))])
-        except SystemExit as end:
-            code = end.code
-        rows, text = tmp_path / "results.jsonl", tmp_path / "results.txt"
-        return (code, [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else [],
-                text.read_text() if text.exists() else "", capsys.readouterr().err)
-
-    return main
+    few = ("--target", "410m", "--tokens", 16, "--runs", 1, "--repeats", 1)
+    return lambda *flags: ran(gpuCheck.main, few, flags, tmp_path, capsys)
 
 
 @pytest.fixture
