@@ -159,15 +159,29 @@ def draw(logits, temperatures, generator):
     return ids
 
 
+class Tap:
+    """What a model's output matrix was given in the latest pass: the hidden states behind the final norm, [B, n, d].
+    Heads learn from them (trainHeads.py)."""
+
+    def __init__(self, model):
+        self.width = model.get_output_embeddings().in_features
+        model.get_output_embeddings().register_forward_pre_hook(self.see)
+
+    def see(self, layer, inputs):
+        self.hidden = inputs[0]
+
+
 @torch.inference_mode()
-def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
+def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=(), tap=None):
     """Continue prompts [B, n] by n_new tokens each; the teacher's top-k law stands at every position.
 
-    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B]); entry i is
-    the law of token i + 1. A row ends with its first stop token; ended rows leave the batch now and then.
+    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B], features); entry i
+    is the law of token i + 1. A row ends with its first stop token; ended rows leave the batch now and then.
+    features: float16 [B, n + n_new - 1, d], the hidden states of the tokens, with the model's Tap; else None.
     """
     B, n = prompts.shape
     ids = torch.zeros(B, n + n_new, dtype=torch.long)
+    features = None if tap is None else torch.zeros(B, n + n_new - 1, tap.width, dtype=torch.half)
     logp = torch.zeros(B, n + n_new - 1, k, dtype=torch.half)
     top = torch.zeros(B, n + n_new - 1, k, dtype=torch.long)
     length = torch.full((B,), n + n_new)
@@ -179,6 +193,8 @@ def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
     for i in range(n - 1):
         logp[:, i], top[:, i] = top_law(logits[:, i], k)
     logits = logits[:, -1].clone()
+    if tap:
+        features[:, :n] = tap.hidden
     for at in range(n, n + n_new):
         logp[rows, at - 1], top[rows, at - 1] = top_law(logits, k)
         ids[rows, at] = draw(logits, temperatures[rows], generator)
@@ -191,7 +207,9 @@ def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=()):
             rows = rows[alive]
             cache.batch_select_indices(alive.nonzero().squeeze(1))
         logits = model(ids[rows, at:at + 1], **kept).logits[:, -1]
-    return ids, logp, top, length
+        if tap and at < n + n_new - 1:
+            features[rows, at] = tap.hidden[:, -1].half()
+    return ids, logp, top, length, features
 
 
 def save_shard(path, **arrays):
@@ -202,6 +220,14 @@ def save_shard(path, **arrays):
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def save_features(path, features):
+    """The hidden states that belong to the shard `path`, in a file that can be mapped: float16 [rows, tokens, d]."""
+    partial = path.with_suffix(".features.partial")
+    with partial.open("wb") as file:
+        np.save(file, features.numpy())
+    partial.replace(path.with_suffix(".npy"))
 
 
 def stop_ids(model):
@@ -227,8 +253,9 @@ def draw_prompts(sources, args, rng):
     return np.stack(prompts), np.array(names), temperatures, n_new
 
 
-def sample_target(args, model, sources, folder):
-    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch.
+def sample_target(args, model, sources, folder, tap=None):
+    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch, with the
+    features beside it where the model has a Tap.
 
     Shards carry the seed in their name, so that processes with different seeds fill one folder side by side.
     """
@@ -240,11 +267,14 @@ def sample_target(args, model, sources, folder):
     while done < args.sample_tokens:
         rng = np.random.default_rng((args.seed, number))
         prompts, names, temperatures, n_new = draw_prompts(sources, args, rng)
-        ids, logp, top, length = sample_batch(
+        ids, logp, top, length, features = sample_batch(
             model, torch.from_numpy(prompts).long(), torch.from_numpy(temperatures).float(), n_new,
-            args.top_k, torch.Generator().manual_seed(int(rng.integers(1 << 62))), stop_ids(model))
+            args.top_k, torch.Generator().manual_seed(int(rng.integers(1 << 62))), stop_ids(model), tap)
         length, n = length.numpy().astype(np.int32), prompts.shape[1]
-        save_shard(folder / f"sample-{args.seed}-{number:05d}.npz", ids=ids.numpy().astype(np.int32),
+        path = folder / f"sample-{args.seed}-{number:05d}.npz"
+        if tap:
+            save_features(path, features)
+        save_shard(path, ids=ids.numpy().astype(np.int32),
                    length=length, prompt=np.full(len(length), n, np.int32), source=names,
                    temperature=temperatures, logp=logp.numpy(), top=top.numpy().astype(id_type(model)))
         new = int((length - n).sum())

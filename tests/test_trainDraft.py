@@ -80,7 +80,7 @@ def shards(target_folder, tmp_path_factory):
 def test_samples_carry_the_targets_law_and_end_at_a_stop(target):
     prompts = torch.randint(3, VOCAB, (24, 7), generator=torch.Generator().manual_seed(1))
     temperatures = torch.tensor([0.0, 1.0, 0.7] * 8)
-    ids, logp, top, length = trainDraft.sample_batch(target, prompts, temperatures, 30, 8,
+    ids, logp, top, length, _ = trainDraft.sample_batch(target, prompts, temperatures, 30, 8,
                                                      torch.Generator().manual_seed(2), [1, 5, 9])
     assert (length < 37).any(), "no row ended: rows that leave the batch would not be tested"
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_samples_carry_the_targets_law_and_end_at_a_stop(target):
 
 def test_greedy_samples_are_those_of_generate(target):
     prompt = torch.tensor([[4, 8, 15, 16]])
-    ids, _, _, length = trainDraft.sample_batch(target, prompt, torch.zeros(1), 24, 4, torch.Generator(), [1])
+    ids, _, _, length, _ = trainDraft.sample_batch(target, prompt, torch.zeros(1), 24, 4, torch.Generator(), [1])
     expect = target.generate(prompt, max_new_tokens=24, do_sample=False)
     assert ids[0, :length[0]].tolist() == expect[0].tolist()
 
