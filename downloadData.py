@@ -246,6 +246,12 @@ def prompt_set(name, tokenizer, n=None, prompt_tokens=None, chat=False):
     return [make_prompt(text, category, source, tokenizer, cut, chat) for text, category in spread(pieces, n)]
 
 
+def short_name(source):
+    """A prompt set's or text's name where space is short: a file's categories, or the file without its ending."""
+    name = source.rpartition(":")[2].removesuffix(".gz").removesuffix(".jsonl").removesuffix(".txt")
+    return name if len(name) < 19 else name[:17] + "\u2026"
+
+
 def spread(items, n):
     """n of the items, evenly spaced and in order; all of them where n is None or there are not more."""
     if n is None or n >= len(items):

@@ -22,6 +22,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from downloadData import short_name
+
 # ------------------------------------------------------------------------------------- constants to edit
 
 RESULTS = "results.jsonl"
@@ -370,12 +372,6 @@ def facts_of(row: dict) -> tuple:
             f"commit {row.get('commit')}, {str(row.get('date'))[:10]}", str(row.get("command")))
 
 
-def short(name: str) -> str:
-    """A text's name where space is short: a prompt file's categories, or the file without its ending."""
-    name = name.rpartition(":")[2].removesuffix(".jsonl").removesuffix(".txt")
-    return name if len(name) < 19 else name[:17] + "\u2026"
-
-
 def name_ends(ax, ends: list[tuple], size=9) -> None:
     """Write names right of the axes at the ends of their lines, pushed apart where they would overlap.
 
@@ -390,7 +386,7 @@ def name_ends(ax, ends: list[tuple], size=9) -> None:
             lack = max(0, step - (places[i + 1] - places[i]))
             places[i], places[i + 1] = places[i] - lack / 2, min(1, places[i + 1] + lack / 2)
     for place, (_, text, colour) in zip(places, ends):
-        ax.text(1.02, place, short(text), color=colour, fontsize=size, va="center", transform=ax.transAxes)
+        ax.text(1.02, place, text, color=colour, fontsize=size, va="center", transform=ax.transAxes)
 
 
 def draw_speedup(panels: list[Panel]) -> Figure:
@@ -405,7 +401,7 @@ def draw_speedup(panels: list[Panel]) -> Figure:
         colours = shades if any(simulated(row) for row in panel.rows) else COLOURS
         for i, (line, colour, marker) in enumerate(zip(panel.lines, cycle(colours), cycle(MARKERS))):
             draw_measured(ax, line, colour, marker, shift=0.1 * (i - (n - 1) / 2) * any(line.intervals))
-        ends.append([(line.y[-1], line.name, colour) for line, colour in zip(panel.lines, cycle(colours))])
+        ends.append([(line.y[-1], short_name(line.name), colour) for line, colour in zip(panel.lines, cycle(colours))])
         ax.axhline(1, color="0.8", linewidth=0.8, zorder=0)
         ax.set(title=panel.title, xlabel="gamma: tokens proposed in a round")
         ax.set_xticks(sorted({x for line in panel.lines for x in line.x}))
@@ -440,7 +436,7 @@ def draw_tpot(panels: list[Panel]) -> Figure:
     for ax, panel in zip(axes, panels):
         for line, row in zip(panel.lines, panel.rows):
             draw_bar(ax, order.index(line.name), line, row, limit)
-        ax.set(title=short(panel.title), xlim=(0, limit), ylim=(-0.6, len(order) - 0.4), xlabel="TPOT, ms")
+        ax.set(title=short_name(panel.title), xlim=(0, limit), ylim=(-0.6, len(order) - 0.4), xlabel="TPOT, ms")
         ax.set_yticks(range(len(order)), [name + laws.get(name, "") for name in order])
         ax.tick_params(axis="y", length=0)
     for ax in axes[len(panels):]:
@@ -490,7 +486,7 @@ def draw_gammas(panels: list[Panel]) -> Figure:
         ax.text(1, 1.05, line.note, transform=ax.transAxes, ha="right", fontsize=7.5, color="0.45")
         ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
         if i < len(panels):
-            ax.set_title(short(panel.title), pad=16)
+            ax.set_title(short_name(panel.title), pad=16)
         if i % len(panels) == 0:
             ax.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
         if i >= len(axes) - len(panels):
@@ -509,7 +505,7 @@ def draw_acceptance(panels: list[Panel]) -> Figure:
         for line, colour in zip(panel.lines, colours):
             ax.plot(line.x, line.y, color=colour, linewidth=0.9, alpha=0.6)
             ax.scatter(line.x, line.y, [4 + 70 * n / most for n in line.counts], color=colour, linewidth=0)
-        ax.set(title=short(panel.title), xlabel="position in the round", ylim=(0, 1.03))
+        ax.set(title=short_name(panel.title), xlabel="position in the round", ylim=(0, 1.03))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         name_ends(ax, [(line.y[-1], line.name, colour) for line, colour in zip(panel.lines, colours)])

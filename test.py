@@ -32,7 +32,7 @@ import transformers
 from tqdm import tqdm
 
 from cachedModel import CachedModel
-from downloadData import TEXTS, available_texts, prompt_set, text_of
+from downloadData import TEXTS, available_texts, prompt_set, short_name, text_of
 from engine import ENGINES, use_engine
 from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine, resolve_pair
 from methods import (CONTROLLERS, DRAFTERS, IDENTITY, TABLE, Setup, check_label, decoded, measured, name_of,
@@ -119,7 +119,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tv-draws", type=int, default=TV_DRAWS, help="draws at each of them")
     add("--out", type=Path, default=Path(OUT), help="folder of results.txt and results.jsonl")
     args = parser.parse_args(argv)
-    args.prompts = args.prompts or list(PROMPTS)
+    args.prompts = list(dict.fromkeys(args.prompts or PROMPTS))
     choose_parts(args)
     methods = args.methods.split(",") if args.methods is not None else PEERS if args.peers else METHODS
     args.methods = list(dict.fromkeys(label.strip() for label in methods))
@@ -289,6 +289,9 @@ TTFT, TPOT, tokens/s: medians over prompts x repeats; speedup: median of the pai
 decode x: the same of TPOT, without the first round and its prefill; predicted: what the costs measured beforehand say
 of decode x; gamma: proposed in a round, on average; loop %: share of the time outside the models' forwards;
 text PPL: the text's own, under the target."""
+CATEGORY_NOTES = """\
+speedup: median of the paired ratios of tokens/s to target's, in `all` over the prompts of all sets; tokens per round:
+emitted / rounds, bonus included; nodes: tokens that a round verifies, on average: its verification budget."""
 
 
 def run_speed(s: Setup, argv: list[str]) -> bool:
@@ -312,12 +315,17 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
                 everything[label] += [{**r, "prompt": (prompts[0].source, r["prompt"])} for r in records]
     if s.args.peers:
         write_peers(s, results, everything)
+    if len(sets) > 1:
+        write_categories(s, results, everything)
     return good
 
 
 def prompt_sets(s: Setup, labels) -> list:
     """The prompts of each set; ValueError if one is longer than the context of a model that has to read it whole."""
     sets = [prompts_of(s, name, s.args.n_prompts) for name in text_names(s.args)]
+    sources = [prompts[0].source for prompts in sets]
+    if twice := next((source for source in sources if sources.count(source) > 1), None):
+        raise ValueError(f"two of --prompts are called {twice}, and their rows could not be told apart: rename a file")
     longest = max((prompt for prompts in sets for prompt in prompts), key=lambda prompt: len(prompt.ids))
     draft_reads = {"small", "hf-assisted", "draft-score"} & set(map(name_of, labels))
     for model in map(CachedModel, [s.target, *([s.draft] if draft_reads else [])]):
@@ -417,6 +425,37 @@ def write_peers(s: Setup, results: Results, runs: dict) -> None:
     results.say("x: medians of the ratios of tokens/s, paired by prompt and repeat, to target, to transformers'")
     results.say(f"fastest method here ({best_of(runs, 'hf')}) and to llama.cpp. Laws: int8 target's is the quantised")
     results.say("target's; llama.cpp computes with 4-bit weights and 8-bit activations in its own kernels.")
+
+
+def write_categories(s: Setup, results: Results, runs: dict) -> None:
+    """Every method on every prompt set and on all of them together, as Spec-Bench has it (Xia et al. 2024,
+    arXiv:2401.07851). A view of the rows above; those of all sets together are written too (text "all"),
+    unless the comparison with the peers has done so."""
+    sources = list(dict.fromkeys(r["prompt"][0] for records in runs.values() for r in records))
+    names = list(map(short_name, sources))
+    titles = names if len(set(names)) == len(names) else sources
+    rows = {label: by_category(records, runs.get("target", []), sources) for label, records in runs.items() if records}
+    if not s.args.peers:
+        for found in rows.values():
+            results.record(text="all", **found["all"])
+    texts = [Column(title, source, ".2f", max(7, len(title))) for title, source in zip(titles, sources)]
+    for title, key in (("speedup", "speedup"), ("tokens per round", "tokens_per_round")):
+        nodes = [Column("nodes", "nodes", ".1f", 7)] if key == "tokens_per_round" else []
+        results.table([Column(title, "label", "", 18), *texts, Column("all", "all", ".2f", 7), *nodes])
+        for label, found in rows.items():
+            cells = {source: row[key] for source, row in found.items()}
+            results.line({"label": label, "nodes": found["all"].get("nodes_per_round"), **cells})
+    results.say(CATEGORY_NOTES)
+
+
+def by_category(records: list[dict], reference: list[dict], sources: list[str]) -> dict:
+    """A method's speed_row of each prompt set, and under "all" that of all sets together; `prompt` of the records is
+    (set, number)."""
+    def of(source, some):
+        return [r for r in some if r["prompt"][0] == source]
+
+    each = {source: speed_row(of(source, records), of(source, reference)) for source in sources if of(source, records)}
+    return {**each, "all": speed_row(records, reference)}
 
 
 def text_quality(s: Setup, records: list[dict], prompts) -> dict:

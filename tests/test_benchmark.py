@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,50 @@ def test_every_method_has_its_row_and_the_same_greedy_ids(run, bench, tmp_path):
         assert by_name[name]["predicted"] > 0 and by_name[name]["decode_speedup"] > 0
     assert by_name["target"]["decode_speedup"] == 1 and by_name["hf"]["predicted"] is None
     assert not list(tmp_path.glob("results.partial*"))
+
+
+def tables(text):
+    """The aligned tables of results.txt: {first title: [the cells of each line, titles first]}."""
+    lines = text.splitlines()
+    found = {}
+    for i, rule in enumerate(lines):
+        if rule and set(rule) == {"-", " "}:
+            bounds = [0, *(j + 2 for j in range(len(rule)) if rule[j : j + 2] == "  "), len(rule) + 2]
+            rows = [lines[i - 1], *takewhile(str.strip, lines[i + 1 :])]  # and the notes behind them
+            rows = [[row[a : b - 2].strip() for a, b in zip(bounds, bounds[1:])] for row in rows]
+            found[rows[0][0]] = rows
+    return found
+
+
+def test_methods_by_category_are_a_view_of_the_rows(run, folders):
+    """A prompt set is a category; the last column is over all prompts, not over the sets' figures."""
+    file = folders / "questions.jsonl"
+    asked = [{"prompt": f"Line {i}: the cat", "category": category} for i in range(3) for category in ("qa", "rag")]
+    file.write_text("".join(json.dumps(question) + "\n" for question in asked))
+    code, rows, text = run("--speed", 1, "--methods", "target,lookup:2", "--n-prompts", 3,
+                           *(word for name in ("qa", "rag") for word in ("--prompts", f"{file}:{name}")))
+    each, everything = [row for row in rows if row["text"] != "all"], [row for row in rows if row["text"] == "all"]
+    assert code == 0 and [row["n_prompts"] for row in everything] == [9, 9] and len(each) == 6
+    found = tables(text)
+    sets = ["prompts", "qa", "rag"]
+    assert found["speedup"][0] == ["speedup", *sets, "all"]
+    assert found["tokens per round"][0] == ["tokens per round", *sets, "all", "nodes"]
+    for key, title in (("speedup", "speedup"), ("tokens_per_round", "tokens per round")):
+        for i, label in enumerate(("target", "lookup:2")):
+            figures = [row[key] for row in each if row["label"] == label] + [everything[i][key]]
+            assert found[title][i + 1][:5] == [label, *(f"{figure:.2f}" for figure in figures)]
+    lookup = [row for row in each if row["label"] == "lookup:2"]
+    tokens, rounds = (sum(count(row) for row in lookup) for count in (
+        lambda row: row["n_tokens"] * row["n_prompts"],
+        lambda row: row["n_tokens"] * row["n_prompts"] / row["tokens_per_round"]))
+    assert everything[1]["tokens_per_round"] == pytest.approx(tokens / rounds)
+
+
+def test_two_prompt_files_of_one_name_are_refused(run, folders, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("Another line")
+    with pytest.raises(SystemExit):
+        run("--speed", 1, "--methods", "target", "--prompts", tmp_path / "prompts.txt")
+    assert "two of --prompts are called prompts.txt" in capsys.readouterr().err
 
 
 def test_the_table_lines_up(run):

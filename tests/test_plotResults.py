@@ -313,6 +313,7 @@ def test_acceptance_by_position():
     ax, = draw_acceptance([panel]).axes
     assert [points.get_offsets().tolist() for points in ax.collections] == [
         [[1, 0.6], [2, 40 / 60], [3, 0.75]], [[1, 0.25]]]
+    assert [text.get_text() for text in ax.texts] == ["lookup", "spec:4"]
     sizes = [list(points.get_sizes()) for points in ax.collections]
     assert sizes[0][0] > sizes[0][1] > sizes[0][2] > sizes[1][0]
 
