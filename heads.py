@@ -1,0 +1,181 @@
+"""Draft heads: what Medusa, EAGLE and MTP have in common. A head reads the target's hidden states (features, behind the
+final norm) and guesses tokens further on; the target verifies the guesses as a tree.
+
+A head is shipped without the target's matrices: its embedding and its output matrix are the target's own, frozen, and
+are taken from the target that it is bound to. The output matrix may be cut to the most frequent tokens: the others are
+never proposed, which costs acceptance and no exactness.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import LongTensor, Tensor, nn
+
+from cachedModel import CachedModel
+from engine import Int8Linear, PackedLinear, replace_linears, side_by_side
+from specSampling import Drafter
+
+PROBE_ROWS, PROBE_COLUMNS = 32, 4  # of the embedding: the numbers by which a target is known again
+
+
+class Head(nn.Module):
+    """A trained head. A subclass names its kind and says what it learns (loss) and how it is run (pass_).
+
+    hidden: the target's hidden size d. vocab: its rows of logits. kept: how many ids the head can propose (0: all).
+    Every argument of a subclass's constructor is in `config`, which is saved beside the weights.
+    """
+
+    kind = ""
+
+    def __init__(self, hidden: int, vocab: int, kept: int = 0, **more):
+        super().__init__()
+        self.config = {"hidden": hidden, "vocab": vocab, "kept": kept, **more}
+        self.register_buffer("ids", torch.arange(kept or vocab))  # [C], the token of each column of the head's logits
+
+    def bind(self, target, ids: LongTensor | None = None) -> "Head":
+        """Take the embedding and the rows of the output matrix from `target`, a causal LM as it was loaded (before an
+        engine replaces its layers). ids: [kept], the tokens that can be proposed, where they are not loaded ones.
+
+        Raises ValueError for a target of another shape.
+        """
+        weight = target.get_output_embeddings().weight.detach().float()
+        embedding = target.get_input_embeddings().weight.detach().float()
+        shape = (self.config["vocab"], self.config["hidden"])
+        if tuple(weight.shape) != shape or embedding.shape[1] != shape[1]:
+            raise ValueError(f"the head is for a target of {shape[0]} tokens and hidden size {shape[1]}, and this one "
+                             f"has {weight.shape[0]} and {weight.shape[1]}")
+        if ids is not None:
+            self.ids = ids.to(self.ids)
+        self.embedding = embedding
+        self.out = nn.Linear(shape[1], len(self.ids), bias=False, device="meta")
+        self.out.weight = nn.Parameter(weight[self.ids], requires_grad=False)
+        self.bound()
+        return self
+
+    def bound(self) -> None:
+        """What a subclass derives from the target's matrices."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What the head has learnt: its state without the target's matrices."""
+        return {name: value for name, value in self.state_dict().items() if not name.startswith("out.")}
+
+
+def fingerprint(target) -> list[float]:
+    """Numbers from all over the embedding of `target`, a causal LM: other weights have others."""
+    weight = target.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, weight.shape[0] - 1, PROBE_ROWS).long()
+    columns = torch.linspace(0, weight.shape[1] - 1, PROBE_COLUMNS).long()
+    return [round(x, 6) for x in weight[rows][:, columns].float().flatten().tolist()]
+
+
+def save_head(head: Head, folder: Path, target) -> None:
+    """Weights in bfloat16 and config.json into `folder`, each file whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: (value.to(torch.bfloat16) if value.is_floating_point() else value.int()).contiguous()
+             for name, value in head.own_state().items()}
+    save_file(state, folder / "model.partial")
+    config = {"kind": head.kind, "target": Path(target.config._name_or_path).name, **head.config,
+              "fingerprint": fingerprint(target)}
+    (folder / "config.partial").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (folder / "model.partial").replace(folder / "model.safetensors")
+    (folder / "config.partial").replace(folder / "config.json")
+
+
+def read_config(folder: Path) -> dict:
+    """A head's config.json. Raises ValueError: not there, damaged, or no head's."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or not {"kind", "target", "fingerprint", "hidden", "vocab"} <= set(config):
+            raise TypeError
+    except FileNotFoundError:
+        raise ValueError(f"no head in {folder}: trainHeads.py trains one") from None
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is not a head's configuration: train the head anew with trainHeads.py") from None
+    return config
+
+
+def load_head(folder: Path, target, kinds: dict[str, type[Head]]) -> Head:
+    """The head in `folder`, bound to `target` (a causal LM as it was loaded). kinds: name -> class.
+
+    Raises ValueError: no head there, of an unknown kind, damaged, or trained for another target.
+    """
+    config = read_config(folder)
+    kind, name, known = config.pop("kind"), config.pop("target"), config.pop("fingerprint")
+    if kind not in kinds:
+        raise ValueError(f"{folder} holds a head of kind {kind!r}: there are {', '.join(kinds)}")
+    here = fingerprint(target)
+    if not torch.allclose(torch.tensor(here), torch.tensor(known), rtol=0.02, atol=2e-3):
+        raise ValueError(f"the head in {folder} was trained for {name}, and the target is "
+                         f"{Path(target.config._name_or_path).name}: train one for it with trainHeads.py")
+    try:
+        head = kinds[kind](**config)
+        head.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    except (OSError, RuntimeError, TypeError, Exception) as error:
+        raise ValueError(f"the head in {folder} cannot be read: {str(error).splitlines()[0]}") from None
+    return head.float().eval().requires_grad_(False).bind(target)
+
+
+# ------------------------------------------------------------------------------------------------- on an engine
+
+
+def use_head_engine(head: Head, target, tokens: int = 128) -> Head:
+    """Let `head` run on the engine of its target (a causal LM), in place. The head is a drafter: its law is whatever it
+    proposes from, so 8 bits cost it acceptance at most.
+
+    tokens: of random text, on which the 8-bit engine looks at the inputs of the head's layers.
+    """
+    engine = getattr(target, "engine", "eager").split()[0]
+    if engine == "packed":
+        replace_linears(head, lambda layers: PackedLinear(*side_by_side(layers)))
+    elif engine == "int8":
+        largest = largest_inputs_of(head, target, tokens)
+        replace_linears(head, lambda layers: Int8Linear(*side_by_side(layers), largest[layers[0]]))
+    head.to(target.device)
+    head.embedding = head.embedding.to(target.device)
+    return head
+
+
+@torch.inference_mode()
+def largest_inputs_of(head: Head, target, tokens: int) -> dict[nn.Module, Tensor]:
+    """The largest |x| of each input channel of the head's linear layers, on the target's features of random ids."""
+    seen, hooks = {}, []
+
+    def look(layer, inputs, _):
+        seen[layer] = inputs[0].flatten(0, -2).abs().amax(dim=0)
+
+    for layer in head.modules():
+        if type(layer) is nn.Linear:
+            hooks.append(layer.register_forward_hook(look))
+    model = CachedModel(target)
+    model.keep_features()
+    ids = torch.randint(head.config["vocab"], (tokens,), generator=torch.Generator().manual_seed(0))
+    model.forward(ids.to(model.device))
+    head.look_at(ids, model.features.float().cpu())
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+class HeadDrafter(Drafter):
+    """Proposes with a head: what the three kinds share. The features of the sequence are the target's own, kept beside
+    its cache; of the first round, which reads the prompt, there are none, and nothing is proposed.
+
+    head: bound to the target. gamma: how deep the tree may be.
+    """
+
+    def __init__(self, head: Head, gamma=8):
+        super().__init__(gamma)
+        self.head, self.name = head, head.kind
+
+    def begin(self, target, params, generator):
+        super().begin(target, params, generator)
+        self.target = target
+        target.keep_features()
+
+    def ready(self, ids: LongTensor) -> bool:
+        """Whether the target has seen all of the sequence but its last token."""
+        return self.target.length == ids.shape[0] - 1 and ids.shape[0] > 1
