@@ -1,18 +1,19 @@
 """The table of model pairs; finding, checking and loading the models of a pair.
 
-A pair is a target and its drafts, smallest first. Models are folders in the format of transformers:
-`models/<last part of the name>`, filled by downloadModel.py, or any other folder. Weights are read from
-safetensors only and no code of a model's author is run.
+A pair is a target and its drafts, smallest first, and the draft heads that were trained for it. Models are
+folders in the format of transformers: `models/<last part of the name>`, filled by downloadModel.py, or any
+other folder. Weights are read from safetensors only and no code of a model's author is run.
 """
 # torch and transformers are imported by the functions that need them: the download scripts read the table
 # too, and answer at once instead of after seconds.
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parent / "models"
+HEADS = ("medusa", "eagle", "mtp")  # kinds of draft heads, which trainHeads.py trains
 MANIFEST = "manifest.json"  # written last by downloadModel.py: where a model comes from, and its files' sizes
 
 
@@ -23,9 +24,10 @@ class Pair:
     drafts: tuple[str, ...]  # smallest first: the stages of multi-draft decoding
     draft: str | None        # the one of them that drafts when only one does
     source: str              # "hub", "pip", or "given" on the command line
+    heads: dict[str, str] = field(default_factory=dict, hash=False)  # kind -> the model that is this target's head
 
 
-PAIRS = {pair.name: pair for pair in (
+PAIRS = {pair.name: replace(pair, heads={kind: f"{pair.name}-{kind}" for kind in HEADS}) for pair in (
     Pair("pythia", "EleutherAI/pythia-2.8b", ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m"),
          "EleutherAI/pythia-70m", "hub"),
     Pair("pythia-12b", "EleutherAI/pythia-12b", ("EleutherAI/pythia-70m",), "EleutherAI/pythia-70m", "hub"),
@@ -48,14 +50,16 @@ def resolve_pair(name="auto", target=None, drafts=None):
     """The Pair of that name, or one of any models: `target`, `drafts` (smallest first) are folders or names.
 
     "auto" is pythia where CUDA and its files are there, else smollm2. A given target comes with the given
-    drafts, or with none; given drafts without a target go to the named pair's target. With several given
-    drafts the first, the smallest, is the one that drafts alone. ValueError: a name not in the table.
+    drafts, or with none, and without heads; given drafts without a target go to the named pair's target and heads.
+    With several given drafts the first, the smallest, is the one that drafts alone. ValueError: a name not in the
+    table.
     """
     if target is not None or drafts:
+        heads = {} if target else resolve_pair(name).heads
         target = target or resolve_pair(name).target
         drafts = tuple(drafts or ())
         label = "+".join(Path(part).name for part in (target, *drafts))
-        return Pair(label, target, drafts, drafts[0] if drafts else None, "given")
+        return Pair(label, target, drafts, drafts[0] if drafts else None, "given", heads)
     if name == "auto":
         import torch
         pythia = PAIRS["pythia"]

@@ -157,6 +157,12 @@ def gamma_of(row: dict) -> int | None:
     return gamma if isinstance(gamma, int) and gamma is not True and gamma > 0 else None
 
 
+def nodes_of(row: dict) -> int | None:
+    """The most nodes that its token trees may have, where that was set; None where costs chose, and for chains."""
+    nodes = row.get("nodes")
+    return nodes if isinstance(nodes, int) and nodes is not True and nodes > 0 else None
+
+
 def costs(row: dict) -> bool:
     return row.get("method") == "cost target"
 
@@ -228,16 +234,76 @@ def speedup_panels(rows: list[dict]) -> list[Panel]:
 
 
 def over_gamma(name: str, rows: list[dict], beside: list[dict]) -> Line:
-    """rows: of fixed gammas, oldest first; of one gamma the newest counts. beside: rows among which those of the
-    cost-aware controller in the same run are."""
-    by_gamma = {gamma_of(row): row for row in rows}
-    fixed = [by_gamma[gamma] for gamma in sorted(by_gamma)]
+    """rows: of fixed gammas. beside: rows among which those of the cost-aware controller in the same run are."""
+    cost_aware = [row for row in beside if row.get("controller") == "cost"]
+    return swept(name, rows, gamma_of, cost_aware, "mean_gamma")
+
+
+def swept(name: str, rows: list[dict], x_of, cost_aware: list[dict], reached: str) -> Line:
+    """The speedups of rows, oldest first, over x_of(row); of one x the newest counts. cost_aware: rows that chose x by
+    costs, each with the mean that it `reached`; one of the same run is the star."""
+    by_x = {x_of(row): row for row in rows}
+    fixed = [by_x[x] for x in sorted(by_x)]
     run = (*RUN, "text")
-    stars = [(row["mean_gamma"], row["speedup"]) for row in beside if row.get("controller") == "cost"
-             and number(row.get("mean_gamma")) is not None and keyed(row, run) == keyed(rows[-1], run)]
-    return Line(name, sorted(by_gamma), [row["speedup"] for row in fixed],
+    stars = [(row[reached], row["speedup"]) for row in cost_aware
+             if number(row.get(reached)) is not None and keyed(row, run) == keyed(rows[-1], run)]
+    return Line(name, sorted(by_x), [row["speedup"] for row in fixed],
                 intervals=[interval(row.get("speedup_ci")) for row in fixed],
                 predicted=[number(row.get("predicted")) for row in fixed], star=stars[-1] if stars else None)
+
+
+def nodes_panels(rows: list[dict]) -> list[Panel]:
+    """Speedup over the nodes of the token trees: a panel for each text, a line for each method."""
+    rows = [row for row in rows if number(row.get("speedup")) is not None and not simulated(row)]
+    panels = []
+    for run in newest_or_joined([row for row in rows if nodes_of(row)], nodes_of, alone=False):
+        lines = [swept(name, [row for row in run if method_of(row) == name], nodes_of,
+                       [row for row in rows if method_of(row) == name and not nodes_of(row)], "nodes_per_round")
+                 for name in dict.fromkeys(map(method_of, run))]
+        panels.append(Panel(str(run[0].get("text")), lines, run))
+    return panels
+
+
+def sparse_tree_panels(rows: list[dict]) -> list[Panel]:
+    """The newest row that tells its token tree, as those of fixed trees do: the paths, and the accuracy of each guess
+    of each head."""
+    row = next((row for row in reversed(rows) if tree_of(row)), None)
+    if row is None:
+        return []
+    shares, measured = tree_of(row), number(row.get("tokens_per_round"))
+    told = "" if measured is None else f"; measured on {short_name(str(row.get('text')))}: {measured:.2f}"
+    title = f"{name_of(row)}, {len(shares)} nodes; tokens per round expected: {1 + sum(shares.values()):.2f}{told}"
+    return [Panel(title, [], [row])]
+
+
+def tree_of(row: dict) -> dict[tuple, float]:
+    """{path: the product of the accuracies along it}; empty where the row has no tree, or one that is none."""
+    tree, accuracy = row.get("tree"), row.get("accuracy")
+    if not isinstance(tree, list) or not isinstance(accuracy, list):
+        return {}
+    try:
+        shares = {tuple(path): math.prod(accuracy[k][i] for k, i in enumerate(path)) for path in tree}
+        whole = all(path and (len(path) == 1 or path[:-1] in shares) for path in shares)
+        return shares if whole and numbers(list(shares.values())) else {}
+    except (TypeError, IndexError):
+        return {}
+
+
+def places_of(nodes) -> dict[tuple, float]:
+    """Where the nodes stand from left to right: leaves side by side, a node over the middle of its children; () is the
+    root."""
+    places = {}
+
+    def put(path, left):
+        children = sorted(node for node in nodes if node[:-1] == path and len(node) == len(path) + 1)
+        right = left
+        for child in children:
+            right = put(child, right)
+        places[path] = (places[children[0]] + places[children[-1]]) / 2 if children else left
+        return right if children else left + 1
+
+    put((), 0)
+    return places
 
 
 def tpot_panels(rows: list[dict]) -> list[Panel]:
@@ -293,8 +359,9 @@ def means_of(row: dict) -> str:
 
 
 def acceptance_panels(rows: list[dict]) -> list[Panel]:
-    """The share accepted of the proposals judged at each position of the round: a panel for each text, a line for each
-    method (of one method with several settings, that which went furthest)."""
+    """The share accepted of the proposals judged at each position of the round, which in a tree is the depth (a node
+    of it, if any was there): a panel for each text, a line for each method (of one method with several settings, that
+    which went furthest)."""
     panels = []
     for run in newest_runs([row for row in rows if not simulated(row) and judged_of(row)]):
         furthest = {}
@@ -423,6 +490,49 @@ def draw_measured(ax, line: Line, colour, marker: str, shift: float) -> None:
         ax.plot(*[[value] for value in line.star], "*", color=colour, markersize=11, markerfacecolor="white")
 
 
+def draw_nodes(panels: list[Panel]) -> Figure:
+    stars = any(line.star for panel in panels for line in panel.lines)
+    figure, axes = sheet("Speedup against nodes", "dots: measured, the median and its 95% interval; thin lines: "
+                         "predicted from rounds and costs" + "; stars: as many nodes as costs advise" * stars, panels,
+                         abreast(panels, 3), 2.9, gap=1.3, right=1.3, sharey=True)
+    methods = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    styles = dict(zip(methods, zip(cycle(COLOURS), cycle(MARKERS))))
+    for ax, panel in zip(axes, panels):
+        for line in panel.lines:
+            draw_measured(ax, line, *styles[line.name], shift=0)
+        ax.axhline(1, color="0.8", linewidth=0.8, zorder=0)
+        ax.set(title=short_name(panel.title), xlabel="nodes of the tree", ylim=(0, None))
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_locator(NullLocator())
+    for ax, panel in zip(axes, panels):  # the axes share their limits: only now are these settled
+        name_ends(ax, [(line.y[-1], line.name, styles[line.name][0]) for line in panel.lines])
+    for ax in axes[len(panels):]:
+        ax.remove()
+    axes[0].set(ylabel="speedup over the target alone")
+    return figure
+
+
+def draw_sparse_tree(panels: list[Panel]) -> Figure:
+    shares = tree_of(panels[0].rows[0])
+    places, depth = places_of(shares), max(map(len, shares))
+    figure, (ax,) = sheet("The token tree", "each guess where it is proposed, with its rank among the guesses of its "
+                          "head; the darker, the more rounds are expected to accept it", panels, (1, 1),
+                          0.7 * depth + 0.5, left=0.9, right=0.3)
+    ax.plot(places[()], 0, "s", color=BLACK, markersize=7)
+    for path, share in shares.items():
+        x, y, shade = places[path], len(path), 1 - share**0.5  # shares fall by orders of magnitude
+        ax.plot([places[path[:-1]], x], [y - 1, y], color="0.75", linewidth=0.4 + 3 * share, zorder=0)
+        ax.plot(x, y, "o", color=matplotlib.colormaps["cividis"](shade), markersize=9)
+        ax.text(x, y, f"{path[-1] + 1}", ha="center", va="center", fontsize=5.5, color="white" if shade < 0.6 else "0.1")
+    ax.set(title=panels[0].title, ylim=(depth + 0.4, -0.4))
+    ax.set_yticks(range(depth + 1), ["last token", *(f"depth {i}" for i in range(1, depth + 1))])
+    ax.set_xticks([])
+    ax.spines[["left", "bottom"]].set_visible(False)
+    ax.tick_params(length=0)
+    return figure
+
+
 def draw_tpot(panels: list[Panel]) -> Figure:
     """Bars, fastest on top; the same methods in the same place in every panel."""
     lines = [line for panel in panels for line in panel.lines]
@@ -505,7 +615,7 @@ def draw_acceptance(panels: list[Panel]) -> Figure:
         for line, colour in zip(panel.lines, colours):
             ax.plot(line.x, line.y, color=colour, linewidth=0.9, alpha=0.6)
             ax.scatter(line.x, line.y, [4 + 70 * n / most for n in line.counts], color=colour, linewidth=0)
-        ax.set(title=short_name(panel.title), xlabel="position in the round", ylim=(0, 1.03))
+        ax.set(title=short_name(panel.title), xlabel="position in the round, depth in a tree", ylim=(0, 1.03))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         name_ends(ax, [(line.y[-1], line.name, colour) for line, colour in zip(panel.lines, colours)])
@@ -523,6 +633,9 @@ PICTURES = {
     "gamma_over_rounds": (gamma_panels, draw_gammas,
                           "python test.py --speed 1 --methods target,dynamic:aimd,dynamic:cost"),
     "acceptance_by_position": (acceptance_panels, draw_acceptance, "python test.py --speed 1"),
+    "speedup_vs_nodes": (nodes_panels, draw_nodes,
+                         "python test.py --speed 1 --methods target,medusa:8,medusa:32,eagle:8,eagle:32"),
+    "sparse_tree": (sparse_tree_panels, draw_sparse_tree, "python test.py --speed 1 --methods target,medusa"),
 }
 
 

@@ -43,6 +43,7 @@ def test_the_table_has_the_pairs_of_the_readme():
         assert pair.name == name
         assert pair.draft in pair.drafts
         assert pair.source == ("pip" if name == "smollm2" else "hub")
+        assert pair.heads == {kind: f"{name}-{kind}" for kind in ("medusa", "eagle", "mtp")}
         assert all(("/" in model) == (pair.source == "hub") for model in (pair.target, *pair.drafts))
     assert PAIRS["pythia"].drafts == ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m")
     assert PAIRS["pythia"].draft == "EleutherAI/pythia-70m"  # 410m only stands between
@@ -67,6 +68,8 @@ def test_any_models_make_a_pair():
     assert (pair.name, pair.target, pair.drafts, pair.draft) == (
         "big+tiny+small", "somebody/big", ("x/tiny", "y/small"), "x/tiny")
     assert resolve_pair("pythia", drafts=["x/tiny"]).target == "EleutherAI/pythia-2.8b"
+    assert resolve_pair("pythia", drafts=["x/tiny"]).heads == PAIRS["pythia"].heads  # those of its target
+    assert pair.heads == {}
     alone = resolve_pair(target="somebody/big")
     assert alone.drafts == () and alone.draft is None
     with pytest.raises(ValueError, match="--pair takes auto, pythia"):

@@ -3,6 +3,7 @@ import json
 import shutil
 import struct
 import subprocess
+from itertools import combinations
 
 import matplotlib
 import pytest
@@ -13,8 +14,8 @@ import plotResults
 from conftest import ROOT
 from metrics import Generation, Level, Results, Round, run_record, summarise
 from plotResults import (PICTURES, acceptance_panels, chosen, cost_panels, draw_acceptance, draw_costs, draw_gammas,
-                         draw_speedup, draw_tpot, footer, gamma_panels, main, read_rows, speedup_panels,
-                         tpot_panels)
+                         draw_nodes, draw_sparse_tree, draw_speedup, draw_tpot, footer, gamma_panels, main,
+                         nodes_panels, places_of, read_rows, sparse_tree_panels, speedup_panels, tpot_panels, tree_of)
 
 OLD, NEW, LATER = (f"2026-01-0{day}T10:00:00+00:00" for day in (1, 2, 3))
 
@@ -51,12 +52,21 @@ def cost(engine, widths, ms, **fields):
     return row("cost target", engine=engine, widths=widths, step_ms=ms, text=None, tpot_ms=None, speedup=None, **fields)
 
 
+def tree(method, nodes, speedup, **fields):
+    """nodes: None where costs chose."""
+    return row(method, **{"label": f"{method}:{nodes}" if nodes else method, "nodes": nodes, "speedup": speedup,
+                          "predicted": speedup + 0.5, "nodes_per_round": 5.5, **fields})
+
+
 def judged(method, judged, accepted, **fields):
     return row(method, proposed_at=judged, accepted_at=accepted, **fields)
 
 
+SPARSE = [[0], [0, 0], [1], [1, 0], [0, 0, 0]]
+
+
 def everything():
-    """Rows for all five pictures: four texts, names of every length, more lines than colours."""
+    """Rows for all pictures: four texts, names of every length, more lines than colours."""
     rows = []
     for text in ("wikitext", "pg19", "gsm8k_train_2000.jsonl", "a_prompt_file_with_a_long_name.jsonl"):
         rows += [spec(g, 1 + g / 10 + len(text) / 100, text=text, proposed_at=[90, 60, 40], accepted_at=[60, 40, 39])
@@ -66,6 +76,8 @@ def everything():
         rows += [row("target", text=text, speedup=1.0), row("small", text=text, lossless=False),
                  row("hf-lookup", label="hf-lookup:4", text=text, engine="eager"),
                  row("llama-cpp", text=text, engine="llama.cpp", lossless=None, tpot_ms_ci=None)]
+        rows += [tree(name, nodes, 1 + nodes / 20) for name in ("medusa", "lookup+eagle") for nodes in (4, 16, 64)]
+        rows += [tree("lookup+eagle", None, 2.5, text=text, tree=SPARSE, accuracy=[[0.5, 0.25], [0.25], [0.125]])]
     rows += [simulated(a / 10, g, a / 3 + g / 50) for a in range(1, 10) for g in (1, 4, 8)]
     rows += [simulated_cost(a / 10, a / 2, a / 3) for a in range(1, 10)]
     rows += [cost(engine, [1, 2, 5, 9, 17, 33], [20 * i, 21, 22, 25, 30, 44 * i])
@@ -333,6 +345,59 @@ def test_the_fields_are_those_that_a_run_writes(tmp_path):
     assert series(tpot_panels(rows)[0]) == {"dynamic:aimd": ([0], [pytest.approx(1000 / 3)])}
 
 
+# ------------------------------------------------------------------------------------- trees
+
+
+def test_speedup_over_nodes_has_a_panel_for_each_text_and_a_line_for_each_method():
+    rows = [tree("eagle", 4, 9.0, date=OLD), tree("eagle", 8, 9.5, date=OLD),
+            tree("eagle", 16, 2.5), tree("eagle", 4, 1.5), tree("tree", 10, 1.25, label="tree:2x2x1"),
+            tree("eagle", None, 2.75), tree("eagle", None, 7.0, text="pg19"), spec(4, 8.0), spec(8, 8.5)]
+    panel, = nodes_panels(rows)
+    assert panel.title == "wikitext" and series(panel) == {"eagle": ([4, 16], [1.5, 2.5]), "tree": ([10], [1.25])}
+    assert [line.star for line in panel.lines] == [(5.5, 2.75), None] and panel.lines[0].predicted == [2.0, 3.0]
+    drawn, = draw_nodes([panel]).axes
+    lines = [(list(map(float, line.get_xdata())), list(map(float, line.get_ydata()))) for line in drawn.lines]
+    assert all(line in lines for line in (([4, 16], [1.5, 2.5]), ([4, 16], [2.0, 3.0]), ([10], [1.25]), ([5.5], [2.75])))
+    assert [text.get_text() for text in drawn.texts] == ["tree", "eagle"]
+    assert not nodes_panels([spec(4, 8.0), spec(8, 8.5), tree("eagle", None, 2.0)])  # chains have no tree
+
+
+def test_acceptance_by_depth_of_a_tree_are_the_rounds_that_came_so_far():
+    """Three trees of depth 2, of which two, one and none of the levels were accepted."""
+    out = Generation(levels=[Level("eagle")])
+    for i in range(30):
+        accepted = i % 3
+        out.commit([1] * (accepted + 1), Round(2, accepted, accepted + 1), now=float(i))
+    run = run_record(out, 0, 0, peak_memory_mb=None, loop_share=None)
+    panel, = acceptance_panels([row("eagle", **{key: run[key] for key in ("proposed_at", "accepted_at")})])
+    assert series(panel) == {"eagle": ([1, 2], [20 / 30, 10 / 20])}
+
+
+def test_a_sparse_tree_and_what_is_expected_of_it():
+    accuracy = [[0.5, 0.25], [0.25], [0.125]]
+    expected = {(0,): 0.5, (0, 0): 0.125, (1,): 0.25, (1, 0): 0.0625, (0, 0, 0): 0.015625}
+    rows = [tree("medusa", 4, 2.0, tree=[[0]], accuracy=accuracy),
+            tree("medusa", 5, 2.0, tree=SPARSE, accuracy=accuracy, tokens_per_round=1.875), row("target")]
+    assert tree_of(rows[1]) == expected
+    panel, = sparse_tree_panels(rows)
+    assert panel.title == "medusa:5, 5 nodes; tokens per round expected: 1.95; measured on wikitext: 1.88"
+    places = places_of(expected)
+    assert places == {(0, 0, 0): 0, (0, 0): 0, (0,): 0, (1, 0): 1, (1,): 1, (): 0.5}
+    ax, = draw_sparse_tree([panel]).axes
+    dots = {(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in ax.lines if line.get_marker() == "o"}
+    assert dots == {(places[path], len(path)) for path in expected}
+    edges = {tuple(map(tuple, line.get_xydata().tolist())) for line in ax.lines if line.get_marker() == "None"}
+    assert edges == {((places[path[:-1]], len(path) - 1), (places[path], len(path))) for path in expected}
+    assert sorted(text.get_text() for text in ax.texts) == ["1", "1", "1", "1", "2"]
+
+
+@pytest.mark.parametrize("tree, accuracy", [
+    (None, [[0.5]]), ([[0]], None), ([[0, 0]], [[0.5], [0.5]]), ([[1]], [[0.5]]), ([[0], [0, 0]], [[0.5]]),
+    ([0], [[0.5]]), ([["a"]], [[0.5]]), ([[0]], [[None]]), ([[]], [[0.5]])])
+def test_what_is_no_tree_is_not_drawn(tree, accuracy):
+    assert not sparse_tree_panels([row("medusa", tree=tree, accuracy=accuracy)])
+
+
 # ------------------------------------------------------------------------------------- what stands on the pictures
 
 
@@ -364,8 +429,8 @@ def test_nothing_is_cut_off_and_no_names_overlap(name):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= canvas.x1 and box.y0 >= 0 and box.y1 <= canvas.y1, text.get_text()
     for ax in figure.axes:
-        boxes = sorted((t.get_window_extent() for t in ax.texts), key=lambda box: box.y0)
-        assert all(below.y1 <= above.y0 + 2 for below, above in zip(boxes, boxes[1:]))
+        boxes = [t.get_window_extent().padded(-1) for t in ax.texts]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
         others = [other.get_window_extent() for other in figure.axes if other is not ax]
         assert not any(box.overlaps(other) for box in boxes for other in others)
     foot = figure.texts[-1].get_text()
@@ -405,7 +470,7 @@ def test_a_picture_without_rows_is_left_out_with_the_command_that_measures_them(
     results = write(tmp_path / "r.jsonl", [row("target"), row(gamma=4)])
     assert main(["--results", str(results), "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and [path.name for path in tmp_path.glob("*.png")] == ["tpot_by_method.png"]
+    assert len(lines) == len(PICTURES) and [path.name for path in tmp_path.glob("*.png")] == ["tpot_by_method.png"]
     for line, (name, (_, _, command)) in zip(lines, PICTURES.items()):
         assert line.endswith(f"{command} measures them") == (name != "tpot_by_method")
         assert (ROOT / command.split()[1]).is_file()
