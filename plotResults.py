@@ -524,7 +524,8 @@ def draw_sparse_tree(panels: list[Panel]) -> Figure:
         x, y, shade = places[path], len(path), 1 - share**0.5  # shares fall by orders of magnitude
         ax.plot([places[path[:-1]], x], [y - 1, y], color="0.75", linewidth=0.4 + 3 * share, zorder=0)
         ax.plot(x, y, "o", color=matplotlib.colormaps["cividis"](shade), markersize=9)
-        ax.text(x, y, f"{path[-1] + 1}", ha="center", va="center", fontsize=5.5, color="white" if shade < 0.6 else "0.1")
+        ink = "white" if shade < 0.6 else "0.1"
+        ax.text(x, y, f"{path[-1] + 1}", ha="center", va="center", fontsize=5.5, color=ink)
     ax.set(title=panels[0].title, ylim=(depth + 0.4, -0.4))
     ax.set_yticks(range(depth + 1), ["last token", *(f"depth {i}" for i in range(1, depth + 1))])
     ax.set_xticks([])
