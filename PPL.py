@@ -381,7 +381,7 @@ class _BodyOnce:
         if self.lean is not None:
             if self.output is None:
                 kv = self.lean.kv_for(self)
-                self.output = torch.stack([self.lean(row, kv, 0, len(row), head=False) for row in inputs])
+                self.output = torch.stack([self.lean(row, kv, 0, keep=0)[1] for row in inputs])
             return torch.stack([self.model.get_output_embeddings()(row) for row in self.output[:, begin:end]])
         if self.body is self.model:  # a model without a head of its own
             return self.model(input_ids=inputs, use_cache=False).logits[:, begin:end]

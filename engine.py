@@ -10,8 +10,8 @@ on them too. And for Llama and GPT-NeoX the pass is written out anew (LlamaBlock
 static KV cache, without transformers' small operations between the products; other models keep theirs.
 
 On every engine the rows of a pass do not depend on each other: a token's logits are the same, to the dtype's
-rounding (bit by bit on int8), whether it is fed alone or with others. Without that a verification would not see the
-target's law.
+rounding (bit by bit on int8), whether it is fed alone, with others, or as a node of a tree. Without that a
+verification would not see the target's law.
 """
 
 import contextlib
@@ -85,9 +85,13 @@ class PackedLinear(nn.Module):
     """A float32 linear layer on a CPU whose weight oneDNN has put into its kernels' own order, once.
 
     torch.nn.functional.linear hands oneDNN or MKL the plain weight each time; for the few rows of a
-    verification that costs up to twice as much as for one row.
+    verification that costs up to twice as much as for one row. For fewer than FEWEST rows oneDNN has other kernels,
+    which take longer than for FEWEST: such an input is filled up.
     weight: [out, in] float32; bias: [out] or None.
     """
+
+    FEWEST = 3
+    __constants__ = ("FEWEST",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -95,7 +99,10 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().clone(), None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        n = x.shape[-2]
+        if x.numel() < self.FEWEST * x.shape[-1]:
+            x = F.pad(x, (0, 0, 0, self.FEWEST - n))
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")[..., :n, :]
 
 
 class Int8Linear(nn.Module):
@@ -292,8 +299,9 @@ class StaticKV:
 class LeanForward(nn.Module):
     """A causal LM's pass over new tokens, written out: what its two families share.
 
-    Called as lean(ids [n], kv, start, keep) -> logits [keep, V]: feeds ids at the positions start, start + 1, ...
-    behind the `start` positions of kv. With head=False it gives what the head would be given, [keep, d].
+    Called as lean(ids [n], kv, start, keep, parents) -> logits [keep, V] of the last rows (None if keep is 0) and
+    hidden [n, d], what the head is given. ids are fed behind the `start` positions of kv; the last len(parents) of
+    them are the nodes of a tree (see tree_mask), whose columns follow in their order.
 
     attention: the dtype of queries, keys, values and the MLP's activation. The sums of an attention are added in an
     order that depends on how many rows there are, so that a row fed alone may differ in its last bit; so may an
@@ -317,20 +325,32 @@ class LeanForward(nn.Module):
         weakref.finalize(owner, self.spare.append, kv)
         return kv
 
-    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, head: bool = True) -> Tensor:
-        kv.reserve(start + ids.shape[0])
-        first, kept = start + ids.shape[0] - keep, []  # the position of the first row that is asked for
-        for part in ids.split(SLICE):
+    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, parents: tuple[int, ...] = ()
+                ) -> tuple[Tensor | None, Tensor]:
+        end = start + ids.shape[0]
+        kv.reserve(end)
+        full = (ids.shape[0] - len(parents) - 1) // SLICE  # slices; the last one takes the tree along
+        logits, hidden = [], []
+        for part in ids.split([SLICE] * full + [ids.shape[0] - SLICE * full]):
             n = part.shape[0]
-            mask = None if n == 1 else causal_mask(start, n, self.stack.cos)
-            wanted = min(n, start + n - first)
-            run = self.run if head and wanted > 0 else self.run.hidden
+            tree = parents if start + n == end else ()
+            mask = None if n == 1 else tree_mask(start, n, tree, self.stack.cos)
+            where = tree_positions(start, n, tree, ids.device) if tree else None
+            how = part, kv.buffer, None, where, start, start + n, mask
+            wanted = min(n, start + n - (end - keep))
             with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds a shape
-                rows = run(part, kv.buffer, None, start, start + n, mask, max(wanted, 1))
-            if wanted > 0:
-                kept.append(rows)
+                if wanted > 0:
+                    of_part, rows = self.run(*how, wanted)
+                    logits.append(of_part)
+                else:
+                    rows = self.run.hidden(*how)
+            hidden.append(rows)
             start += n
-        return kept[0] if len(kept) == 1 else torch.cat(kept)
+        return (joined(logits) if keep else None), joined(hidden)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def without_python(stack: "Stack") -> nn.Module:
@@ -349,6 +369,43 @@ def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
     """[n, start + n]: 0 where a new token may look, -inf where it would look ahead."""
     mask = like.new_full((n, n), float("-inf")).triu_(1)
     return F.pad(mask, (start, 0))
+
+
+# A tree of m tokens behind a sequence is told by `parents`: of each node the index of its parent, which stands before
+# it, or -1 for a child of the sequence's last token (Miao et al. 2024, arXiv:2305.09781, section 4.2: one pass over
+# all branches, each token with the mask and the position that it has in its own branch).
+
+
+@functools.lru_cache(maxsize=16)  # a fixed tree is the same each round
+def ancestry(parents: tuple[int, ...]) -> tuple[Tensor, LongTensor]:
+    """Whether node i sees node j, that is, j is i or an ancestor of it: [m, m] bool; and the nodes' depths [m], 0 for
+    children of the root. Raises ValueError if a parent does not stand before its child."""
+    sees, depths = [], []
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise ValueError(f"parents stand before their children (-1: the root): node {i} has parent {parent}")
+        above = sees[parent] if parent >= 0 else [False] * len(parents)
+        sees.append(above[:i] + [True] + above[i + 1 :])
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return torch.tensor(sees), torch.tensor(depths)
+
+
+def tree_mask(start: int, n: int, parents: tuple[int, ...], like: Tensor) -> Tensor:
+    """[n, start + n]: causal_mask for a sequence whose last len(parents) tokens are the nodes of a tree: a node sees
+    the sequence, its ancestors and itself."""
+    mask, m = causal_mask(start, n, like), len(parents)
+    if m:
+        mask[-m:, -m:] = like.new_zeros(m, m).masked_fill_(~ancestry(parents)[0].to(like.device), float("-inf"))
+    return mask
+
+
+def tree_positions(start: int, n: int, parents: tuple[int, ...], device) -> LongTensor:
+    """The positions [n] of those tokens: a node's is that of the sequence's end plus its depth."""
+    m = len(parents)
+    positions = torch.arange(start, start + n, device=device)
+    if m:
+        positions[-m:] = start + n - m + ancestry(parents)[1].to(device)
+    return positions
 
 
 class Stack(nn.Module):
@@ -370,18 +427,20 @@ class Stack(nn.Module):
         self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(attention).view(shape)
         self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(attention).view(shape)
 
-    def forward(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
-                keep: int) -> Tensor:
-        """ids [n] at the positions `at` [n], or from `start` on if that is None; kv: [layers, 2, heads, capacity,
-        head_dim], of which `width` columns are read; mask: [n, width], added to the scores. Logits [keep, V]."""
-        return self.head(self.hidden(ids, kv, at, start, width, mask, keep))
+    def forward(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], positions: Optional[Tensor], start: int,
+                width: int, mask: Optional[Tensor], keep: int) -> tuple[Tensor, Tensor]:
+        """ids [n] at `positions` [n], written to the columns `at` [n] of kv; both are start, start + 1, ... where
+        they are None. kv: [layers, 2, heads, capacity, head_dim], of which `width` columns are read; mask: [n, width],
+        added to the scores. Logits [keep, V] of the last rows, and hidden [n, d]."""
+        hidden = self.hidden(ids, kv, at, positions, start, width, mask)
+        return self.head(hidden[ids.shape[0] - keep :]), hidden
 
     @torch.jit.export
-    def hidden(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
-               keep: int) -> Tensor:
+    def hidden(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], positions: Optional[Tensor], start: int,
+               width: int, mask: Optional[Tensor]) -> Tensor:
         n = ids.shape[0]
-        cos = self.cos[start : start + n] if at is None else self.cos[at]
-        sin = self.sin[start : start + n] if at is None else self.sin[at]
+        cos = self.cos[start : start + n] if positions is None else self.cos[positions]
+        sin = self.sin[start : start + n] if positions is None else self.sin[positions]
         if mask is not None:
             mask = mask.repeat(self.groups, 1)
         x = F.embedding(ids, self.embedding)
@@ -389,7 +448,7 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x, kv[layer], at, start, width, mask, cos, sin)
             layer += 1
-        return self.norm(x[n - keep :])
+        return self.norm(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -519,8 +578,8 @@ class GraphForward(nn.Module):
     each launched from Python. Many new tokens (a prompt) keep the GPU busy as they are. Called as a LeanForward is.
 
     A graph has fixed shapes and addresses: there is one for each of ROWS and each width of kv, captured when it is
-    first needed, and all of them read ids and position from the same place on the device. Rows that fill a pass up
-    write columns behind the sequence, where nothing is looked at; columns beyond the sequence are masked.
+    first needed, and all of them read ids, position and tree from the same place on the device. Rows that fill a pass
+    up write columns behind the sequence, where nothing is looked at; columns beyond the sequence are masked.
     """
 
     def __init__(self, lean: LeanForward):
@@ -534,22 +593,24 @@ class GraphForward(nn.Module):
     def kv_for(self, owner) -> StaticKV:
         return self.lean.kv_for(owner)
 
-    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, head: bool = True) -> Tensor:
+    def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, parents: tuple[int, ...] = ()
+                ) -> tuple[Tensor | None, Tensor]:
         n, limit = ids.shape[0], self.lean.limit
         rows = next((rows for rows in ROWS if rows >= n), n)
         kv.reserve(min(max(start + rows, ROOM), limit))
         if start == 0:  # masked columns weigh 0, but 0 times the NaN of an earlier sequence is NaN
             kv.buffer.zero_()
-        if head and rows in ROWS and start + rows <= limit and self.fault is None:
+        if keep and rows in ROWS and start + rows <= limit and self.fault is None:
             try:
-                return self.passes_over(kv)(ids, rows, start)[n - keep : n].clone()  # the next replay overwrites it
+                logits, hidden = self.passes_over(kv)(ids, rows, start, parents)
+                return logits[n - keep : n].clone(), hidden[:n].clone()  # the next replay overwrites them
             except RuntimeError as error:
                 self.fault = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self.passes.clear()
                 self.streams.side = None
                 warnings.warn(f"engine graphs: a pass could not be captured, and from now on none is: {self.fault}")
         with fused_attention():
-            return self.lean(ids, kv, start, keep, head)
+            return self.lean(ids, kv, start, keep, parents)
 
     def passes_over(self, kv: StaticKV) -> "Passes":
         passes = self.passes.get(kv)
@@ -566,21 +627,24 @@ class GraphForward(nn.Module):
 
 
 class Passes:
-    """The captured passes over one buffer of keys and values, and what all of them read: ids, and the position of the
-    first of them."""
+    """The captured passes over one buffer of keys and values, and what all of them read: ids, the position of the
+    first of them, and which of them each sees and how far behind the first it stands (a chain's, or a tree's)."""
 
     def __init__(self, lean: LeanForward, kv: StaticKV, streams: "Streams"):
         self.lean, self.buffer = lean, kv.buffer
-        device = kv.buffer.device
-        self.ids = torch.zeros(ROWS[-1], dtype=torch.long, device=device)
+        device, most = kv.buffer.device, ROWS[-1]
+        self.ids = torch.zeros(most, dtype=torch.long, device=device)
         self.start = torch.zeros((), dtype=torch.long, device=device)
+        self.offsets = torch.arange(most, device=device)
+        self.among = causal_mask(0, most, kv.buffer)
+        self.tree = 0, ()  # what offsets and among are of: tokens, parents
         self.replays = {}
         if device.type == "cuda":
             streams.side = arena(device).side
 
-    def __call__(self, ids: LongTensor, rows: int, start: int) -> Tensor:
-        """Logits [rows, V] of ids [n], filled up to `rows` tokens, at the positions from `start`. Nothing waits for
-        the device; the next call overwrites them."""
+    def __call__(self, ids: LongTensor, rows: int, start: int, parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Logits [rows, V] and hidden [rows, d] of ids [n], filled up to `rows` tokens, behind `start` positions.
+        Nothing waits for the device; the next call overwrites them."""
         n, width = ids.shape[0], COLUMNS
         while width < start + rows:
             width *= 2
@@ -589,29 +653,43 @@ class Passes:
         if n < rows:
             self.ids[n:rows].copy_(ids[-1])  # a token that is there: logits that are not asked for are sound too
         self.start.fill_(start)
+        self.plant(n, parents)
         if (rows, width) not in self.replays:
             with fused_attention():
-                self.replays[rows, width] = record(lambda: self.step(rows, width))
+                self.replays[rows, width] = record(lambda: self.step(rows, width), self.buffer.device)
         return self.replays[rows, width]()
 
-    def step(self, rows: int, width: int) -> Tensor:
+    def plant(self, n: int, parents: tuple[int, ...]) -> None:
+        """Write the tree that n tokens end in; what stands there is left alone where it is the same."""
+        tree = (n, parents) if parents else (0, ())
+        if tree != self.tree:
+            self.offsets.copy_(torch.arange(ROWS[-1]))
+            self.offsets[:n].copy_(tree_positions(0, n, parents, "cpu"))
+            self.among.copy_(causal_mask(0, ROWS[-1], self.among))
+            self.among[:n, :n].copy_(tree_mask(0, n, parents, self.among))
+            self.tree = tree
+
+    def step(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """The pass as it is captured: shapes from the arguments, all else from the device."""
         device = self.buffer.device
-        positions = self.start + torch.arange(rows, device=device)
-        ahead = torch.arange(width, device=device) > positions[:, None]
-        mask = torch.zeros(rows, width, dtype=self.buffer.dtype, device=device).masked_fill_(ahead, float("-inf"))
-        return self.lean.stack(self.ids[:rows], self.buffer, positions, 0, width, mask, rows)
+        columns = self.start + torch.arange(rows, device=device)
+        new = torch.arange(width, device=device) >= self.start
+        mask = torch.zeros(rows, width, dtype=self.buffer.dtype, device=device).masked_fill_(new, float("-inf"))
+        mask.index_copy_(1, columns, self.among[:rows, :rows])
+        positions = self.start + self.offsets[:rows]
+        return self.lean.stack(self.ids[:rows], self.buffer, columns, positions, 0, width, mask, rows)
 
 
-def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`step` as a CUDA graph: a function that replays it and returns the tensor that `step` returned, its content new.
+def record(step: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Callable[[], tuple[Tensor, ...]]:
+    """`step` as a CUDA graph: a function that replays it and returns the tensors that `step` returned, their content
+    new.
 
     Raises RuntimeError where something in it cannot be captured.
     """
-    result = step()  # whatever kernels and libraries set up at their first call
-    where, collecting = arena(result.device), gc.isenabled()
+    step()  # whatever kernels and libraries set up at their first call
+    where, collecting = arena(device), gc.isenabled()
     gc.disable()  # an old graph that is destroyed meanwhile would spoil the capture
-    with torch.cuda.device(result.device):
+    with torch.cuda.device(device):
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=where.anchor.pool(), stream=where.stream):
@@ -621,7 +699,7 @@ def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
             if collecting:
                 gc.enable()
 
-    def replay() -> Tensor:
+    def replay() -> tuple[Tensor, ...]:
         graph.replay()
         return result
 

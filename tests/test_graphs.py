@@ -58,7 +58,7 @@ class Tape(TorchDispatchMode):
 RECORDED = []
 
 
-def tape(step):
+def tape(step, device):
     """engine.record for any device."""
     step()
     with Tape() as calls:
@@ -238,7 +238,7 @@ def test_a_filled_up_pass_ends_before_the_context_does(small):
 def test_what_cannot_be_captured_runs_as_it_is(small, monkeypatch):
     tried = []
 
-    def refuse(step):
+    def refuse(step, device):
         tried.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -303,7 +303,7 @@ def pretended(monkeypatch):
 
 def test_a_recorded_step_reads_its_inputs_anew(pretended):
     x, calls = torch.tensor([1.0, 2.0]), []
-    replay = engine.record(lambda: calls.append(1) or x * 2 + len(calls))
+    replay = engine.record(lambda: calls.append(1) or x * 2 + len(calls), x.device)
     assert len(calls) == 2 and gc.isenabled() and Capture.current == "default"
     x.fill_(5.0)
     assert replay().tolist() == [12.0, 12.0] and len(calls) == 2  # numbers of Python's are those of the capture
@@ -315,7 +315,7 @@ def test_a_recorded_step_reads_its_inputs_anew(pretended):
 def test_a_capture_that_fails_leaves_all_as_it_was(pretended):
     turns = iter([torch.zeros(1)])
     with pytest.raises(StopIteration):
-        engine.record(lambda: next(turns))
+        engine.record(lambda: next(turns), torch.device("cpu"))
     assert gc.isenabled() and Capture.current == "default"
 
 
