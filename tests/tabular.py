@@ -26,7 +26,7 @@ class TableModel(torch.nn.Module):
     def __init__(self, table, positions=None, name="table"):
         super().__init__()
         self.table, self.vocab = table, table.shape[-1]
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self.config = SimpleNamespace(max_position_embeddings=positions, _name_or_path=name)
         self.config.get_text_config = lambda decoder: self.config
         self.keeps = []
@@ -36,14 +36,21 @@ class TableModel(torch.nn.Module):
 
     get_input_embeddings = get_output_embeddings
 
-    def forward(self, input_ids, past_key_values, use_cache=True, logits_to_keep=0):
+    def forward(self, input_ids, past_key_values, use_cache=True, logits_to_keep=0, attention_mask=None,
+                position_ids=None):
         self.keeps.append(logits_to_keep)
         fed = input_ids.float()[:, None, :, None]
         seen = past_key_values.update(fed, fed, 0)[0][0, 0, :, 0].long()
-        seen = torch.cat((torch.full((2,), self.vocab), seen))
-        end = seen.shape[0]
-        last = seen[end - logits_to_keep :]
-        before = seen[end - logits_to_keep - 1 : end - 1]
+        if attention_mask is None:
+            seen = torch.cat((torch.full((2,), self.vocab), seen))
+            end = seen.shape[0]
+            last = seen[end - logits_to_keep :]
+            before = seen[end - logits_to_keep - 1 : end - 1]
+        else:  # a tree: what a row sees, in the order of the columns
+            paths = [seen[row == 0] for row in attention_mask[0, 0]]
+            assert position_ids[0].tolist() == [len(path) - 1 for path in paths]
+            before, last = torch.stack([torch.cat((torch.full((2,), self.vocab), path))[-2:]
+                                        for path in paths[-logits_to_keep:]]).unbind(1)
         return SimpleNamespace(logits=self.table[before, last][None])
 
 
