@@ -40,8 +40,11 @@ def clock(device: torch.device) -> float:
 class Round:
     """One draft-and-verify round. emitted = accepted plus the bonus or corrected token, cut at a stop token.
 
-    judged counts the proposals that verification looked at: those accepted and the first one rejected. It is
+    proposed: the most tokens that could be accepted, gamma or the depth of a tree. judged counts the proposals that
+    verification looked at: those accepted and the first one rejected (of a tree: the levels on the way down). It is
     what alpha is divided by, since nothing is known of the tokens behind a rejection. tokens: the ids emitted.
+    nodes: how many tokens were verified, all branches of a tree together (None: proposed). path: of a tree, the
+    indices of the accepted nodes from the root down; a chain has none.
     """
 
     proposed: int
@@ -49,10 +52,14 @@ class Round:
     emitted: int
     judged: int | None = None
     tokens: list[int] = field(default_factory=list, compare=False, repr=False)
+    nodes: int | None = None
+    path: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.judged is None:
             self.judged = min(self.accepted + 1, self.proposed)
+        if self.nodes is None:
+            self.nodes = self.proposed
 
 
 @dataclass
@@ -160,9 +167,10 @@ def summarise(runs: list[dict], reference: list[dict]) -> dict:
     """One method's runs (each a run_record) to the figures of its row; `reference`: the runs of `target`.
 
     Times are medians over prompts x repeats with their 95% intervals; alpha and tokens per round are pooled
-    over all rounds, as are mean_gamma (proposed / rounds) and the counts by position in the round; calls are
-    means per generation; the speedup is the median over the paired ratios of throughput, each to the target's
-    run on the same prompt in the same repeat. gamma_log is the first prompt's.
+    over all rounds, as are mean_gamma (proposed / rounds), nodes_per_round (nodes / rounds), accepted_depth (accepted /
+    rounds that proposed) and the counts by position in the round; calls are means per generation; the speedup is the
+    median over the paired ratios of throughput, each to the target's run on the same prompt in the same repeat.
+    gamma_log is the first prompt's.
     """
     base = {(r["prompt"], r["repeat"]): r["throughput"] for r in reference}
     paired = [(r, base.get((r["prompt"], r["repeat"]))) for r in runs]
@@ -182,6 +190,11 @@ def summarise(runs: list[dict], reference: list[dict]) -> dict:
     row["proposed_at"], row["accepted_at"] = (by_position(runs, key) for key in ("proposed_at", "accepted_at"))
     gammas = [gamma for r in runs for gamma in r.get("gamma_log") or ()]
     row["mean_gamma"] = float(np.mean(gammas)) if gammas else None
+    drafted = [r for r in runs if r.get("nodes") is not None]
+    nodes, rounds, accepted, proposing = (sum(r[key] for r in drafted)
+                                          for key in ("nodes", "rounds", "accepted", "rounds_proposing"))
+    row["nodes_per_round"] = nodes / rounds if rounds else None
+    row["accepted_depth"] = accepted / proposing if proposing else None
     row["gamma_log"] = min(runs, key=lambda r: (r["prompt"], r["repeat"])).get("gamma_log")
     for key in ("target_forwards", "draft_forwards", "n_tokens"):
         row[key] = float(np.mean([r[key] for r in runs]))
@@ -198,8 +211,9 @@ def by_position(runs: list[dict], key: str) -> list[int]:
 def run_record(out: Generation, prompt: int, repeat: int, **more) -> dict:
     """One generation as a flat record, the unit that summarise() takes. Keys in the units of the results.
 
-    proposed_at[i], accepted_at[i]: in how many rounds the proposal at position i (from 0) was judged, and in how
-    many of them accepted. gamma_log: the number proposed, round by round; None where no drafter of ours proposed.
+    proposed_at[i], accepted_at[i]: in how many rounds the proposal at position i (from 0; of a tree: one at depth i)
+    was judged, and in how many of them accepted. nodes: tokens verified; rounds_proposing: the rounds that proposed
+    any; gamma_log: the number proposed, round by round. These three are None where no drafter of ours proposed.
     """
     deepest = max((r.judged for r in out.rounds), default=0)
     return {
@@ -215,6 +229,8 @@ def run_record(out: Generation, prompt: int, repeat: int, **more) -> dict:
         "rounds": len(out.rounds),
         "proposed_at": [sum(r.judged > i for r in out.rounds) for i in range(deepest)],
         "accepted_at": [sum(min(r.accepted, r.judged) > i for r in out.rounds) for i in range(deepest)],
+        "nodes": sum(r.nodes for r in out.rounds) if out.levels else None,
+        "rounds_proposing": sum(r.proposed > 0 for r in out.rounds) if out.levels else None,
         "gamma_log": [r.proposed for r in out.rounds] if out.levels else None,
         "target_forwards": out.target_forwards,
         "draft_forwards": out.draft_forwards,

@@ -1,6 +1,7 @@
 """Autoregressive decoding, and the one decoding loop that every method shares."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import LongTensor
@@ -72,7 +73,8 @@ def cut_round(round: Round, emitted: int) -> Round:
     """The same round with only its first `emitted` tokens, when a stop token ends it early."""
     if emitted == round.emitted:
         return round
-    return Round(round.proposed, accepted=emitted, emitted=emitted, judged=emitted, tokens=round.tokens[:emitted])
+    return replace(round, accepted=emitted, emitted=emitted, judged=emitted, tokens=round.tokens[:emitted],
+                   path=round.path[:emitted])
 
 
 def checked_prompt(prompt, target: CachedModel) -> LongTensor:

@@ -62,42 +62,83 @@ def judge(p: Laws, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tensor,
 
 @dataclass
 class Proposal:
-    """What a drafter offers: tokens [g] and the laws q [g, V] they were drawn from."""
+    """What a drafter offers: a chain of tokens [g] and the laws q [g, V] they were drawn from.
+
+    A round (draft_and_verify) asks of it what it asks of a Tree: to be scored by the model, to be decided on, and to
+    see that the model's cache holds what was accepted.
+    """
 
     tokens: LongTensor
     q: Tensor | Laws
 
+    def score(self, model: CachedModel, ids: LongTensor, params: SamplingParams, width: int) -> Laws:
+        """The model's laws behind the prefix `ids` [n] and each token: [g+1, width]."""
+        return model.laws(torch.cat((ids, self.tokens)), params, keep=self.tokens.shape[0] + 1, width=width)
+
+    def decide(self, p: Laws, generator) -> tuple[Round, LongTensor] | None:
+        """The round and its new ids [m] on the device; None where a row of p or q is no law. One synchronisation."""
+        g, q = self.tokens.shape[0], laws_of(self.q)
+        n, x = judge(p, q, self.tokens, generator)
+        # All that the host needs to know of the round.
+        told = torch.cat((torch.stack((n, x)), self.tokens, p.lawful(), q.lawful())).tolist()
+        if not all(told[g + 2 :]):
+            return None
+        n = told[0]
+        round = Round(g, n, emitted=n + 1, tokens=[*told[2 : n + 2], told[1]])
+        return round, torch.cat((self.tokens[:n], x[None]))
+
+    def keep(self, model: CachedModel, n: int, round: Round) -> None:
+        """Leave in the model's cache the prefix of n tokens and what was accepted."""
+        model.rollback(n + round.accepted)
+
+    @property
+    def parents(self) -> list[int]:
+        """The index of the token before each one; -1: the prefix."""
+        return list(range(-1, self.tokens.shape[0] - 1))
+
+    @property
+    def laws(self) -> Laws:
+        """The law that each token was drawn from."""
+        return laws_of(self.q)
+
 
 def draft_and_verify(model: CachedModel, drafter: "Drafter", ids: LongTensor, room: int, width: int,
-                     params: SamplingParams, generator) -> tuple[Round, LongTensor, Laws]:
-    """One round after the prefix `ids` [n]: at most room - 1 proposals, then the model's own token.
+                     params: SamplingParams, generator, acceptance=None) -> tuple[Round, LongTensor, Laws]:
+    """One round after the prefix `ids` [n]: at most room - 1 tokens of a proposal, then the model's own token.
 
-    Returns the round, its m = n_accepted + 1 new ids [m], each an exact sample of the model's law, and those
-    laws [m, width]. Both caches are left holding what was accepted. Raises ValueError that names the model and
-    the position where logits were NaN.
+    The proposal is a chain (Proposal) or a Tree. acceptance: for trees, see tree_sampling. Returns the round, its
+    m = accepted + 1 new ids [m], each an exact sample of the model's law, and the model's laws behind the prefix and
+    each proposed token (see laws_along). Both caches are left holding what was accepted. Raises ValueError that names
+    the model and the position where logits were NaN.
     """
-    proposal = drafter.propose(ids, room - 1)
-    tokens, q = proposal.tokens, laws_of(proposal.q)
-    g = tokens.shape[0]
-    p = model.laws(torch.cat((ids, tokens)), params, keep=g + 1, width=width).to(ids.device)
-    n, x = judge(p, q, tokens, generator)
-    # All that the host needs to know of the round, in one synchronisation.
-    told = torch.cat((torch.stack((n, x)), tokens, p.lawful(), q.lawful())).tolist()
-    if not all(told[g + 2 :]):
-        blame(p, model.name, q, drafter.name, ids.shape[0] - 1)
-    accepted = told[0]
-    kept = ids.shape[0] + accepted  # x itself has been fed to nobody yet
-    model.rollback(kept)
-    round = Round(g, accepted, emitted=accepted + 1, tokens=[*told[2 : accepted + 2], told[1]])
-    drafter.keep(kept, round)
-    return round, torch.cat((tokens[:accepted], x[None])), p[: accepted + 1]
+    proposal, n = drafter.propose(ids, room - 1), ids.shape[0]
+    if acceptance is not None:
+        proposal = acceptance(proposal)
+    p = proposal.score(model, ids, params, width).to(ids.device)
+    decided = proposal.decide(p, generator)
+    if decided is None:
+        blame(p, model.name, proposal, drafter.name, n - 1)
+    round, new = decided
+    proposal.keep(model, n, round)  # the last of the new ids has been fed to nobody yet
+    drafter.keep(n + round.accepted, round)
+    return round, new, p
 
 
-def blame(p: Laws, model: str, q: Laws, drafter: str, position: int) -> None:
+def laws_along(p: Laws, round: Round) -> Laws:
+    """Those rows of p, one after the prefix and one after each proposed token, that the round's new ids are samples of,
+    as [m, V]."""
+    return p[torch.tensor([0, *(i + 1 for i in round.path)])] if round.path else p[: round.accepted + 1]
+
+
+def blame(p: Laws, model: str, proposal, drafter: str, position: int) -> None:
     """Raises the ValueError of the first row that is no law; of q's before p's, as tokens were drawn from it."""
-    for i in range(p.shape[0]):
-        check_laws(q[i : i + 1], drafter, position + i)
-        check_laws(p[i : i + 1], model, position + i)
+    depths = [0]
+    for parent in proposal.parents:
+        depths.append(depths[parent + 1] + 1)
+    rows = [(depth, 1, p[i : i + 1]) for i, depth in enumerate(depths)]
+    rows += [(depth - 1, 0, proposal.laws[i : i + 1]) for i, depth in enumerate(depths[1:])]
+    for depth, of_model, law in sorted(rows, key=lambda row: row[:2]):
+        check_laws(law, model if of_model else drafter, position + depth)
 
 
 # --------------------------------------------------------------------------------------------------- drafters
@@ -124,17 +165,24 @@ class Drafter:
         self.gamma.begin()
 
     def propose(self, ids: LongTensor, limit: int) -> Proposal:
-        """At most min(gamma, limit) tokens to follow the sequence `ids` [n]; none at all is allowed."""
+        """At most min(gamma, limit) tokens to follow the sequence `ids` [n], or a Tree no deeper than that; none at all
+        is allowed."""
         raise NotImplementedError
 
+    def room(self, n: int) -> int:
+        """How many tokens could be proposed after n, whatever gamma says."""
+        return 2**62
+
     def keep(self, length: int, round: Round) -> None:
-        """What became of the proposal: the sequence is right up to `length` tokens."""
+        """What became of the proposal: the sequence is right up to `length` tokens, the last round.accepted of them
+        from the proposal (of a tree: the nodes round.path)."""
         self.level.add(round)
         self.gamma.update(round)
         self.rollback(length)
 
     def rollback(self, length: int) -> None:
-        """Forget all but the first `length` tokens of the sequence."""
+        """Forget all but the first `length` tokens of the sequence. Where another drafter proposed, this is all that a
+        drafter hears of the round: what it lacks it finds in the next `ids`."""
 
     def recount(self, rounds: list[Round]) -> None:
         """Count the generation's rounds anew: a stop token may have cut the last one after the drafter was told."""
@@ -164,9 +212,12 @@ class ModelDrafter(Drafter):
         super().begin(target, params, generator)
         self.model.reset()
 
+    def room(self, n):
+        return draft_room(self.model, n)
+
     def propose(self, ids, limit):
         n = ids.shape[0]
-        limit = min(limit, self.gamma.propose(), draft_room(self.model, n))
+        limit = min(limit, self.gamma.propose(), self.room(n))
         q = []
         while len(q) < limit:
             logits = fit_width(self.model.forward(ids), self.width)
@@ -213,15 +264,18 @@ class StageDrafter(Drafter):
         self.model.reset()
         self.drafter.begin(target, params, generator)
 
+    def room(self, n):
+        return draft_room(self.model, n)
+
     def propose(self, ids, limit):
         n, q = ids.shape[0], []
-        end = n + min(limit, self.gamma.propose(), draft_room(self.model, n))
+        end = n + min(limit, self.gamma.propose(), self.room(n))
         while ids.shape[0] < end:
             room = end - ids.shape[0]
-            _, new, laws = draft_and_verify(
+            round, new, laws = draft_and_verify(
                 self.model, self.drafter, ids, room, self.width, self.params, self.generator
             )
-            ids, q = torch.cat((ids, new)), [*q, laws.to(self.device)]
+            ids, q = torch.cat((ids, new)), [*q, laws_along(laws, round).to(self.device)]
         return self.proposal(ids[n:], q)
 
     def rollback(self, length):
@@ -308,18 +362,20 @@ def as_bytes(ids: list[int]) -> bytes:
 
 
 class CombinedDrafter(Drafter):
-    """Prompt lookup where the last tokens, two or more, stood in the text before, else a draft model: in each round
+    """Prompt lookup where the last tokens, two or more, stood in the text before, else another drafter: in each round
     the one that promises more tokens in the time, or none if plain decoding promises the most.
 
-    model: the draft. c, v, start: as in CostAwareGamma, which says for both how many tokens are worth proposing
-    (lookup costs nothing but the verification); the length of v bounds them. min_ngram, max_ngram: of lookup's matches.
+    drafter: a draft model, of which CostAwareGamma with c, v and start says how many tokens are worth proposing; or any
+    Drafter, with a gamma of its own, which MeasuredSpeed with the same costs judges by its rounds. Lookup costs nothing
+    but the verification, and proposes less than len(v) tokens. min_ngram, max_ngram: of its matches.
     What lookup would have proposed is held against every round's tokens, whoever proposed them: a token x is emitted
     with probability p(x), and so does verification accept x from a one-hot q. Lookup needs no trials therefore.
     """
 
-    def __init__(self, model, c: float, v: list[float], max_ngram: int = 8, min_ngram: int = 2, start: float = 0.0):
-        super().__init__(CostAwareGamma(c, v, start=start))
-        self.drafter = ModelDrafter(model, self.gamma)
+    def __init__(self, drafter, c: float, v: list[float], max_ngram: int = 8, min_ngram: int = 2, start: float = 0.0):
+        self.measured = MeasuredSpeed(c, v, start) if isinstance(drafter, Drafter) else None
+        self.drafter = drafter if self.measured else ModelDrafter(drafter, CostAwareGamma(c, v, start=start))
+        super().__init__(self.drafter.gamma)
         # Matches come and go with the text's loops and lists: what is known of them is little and fades fast.
         self.lookup = NGramDrafter(CostAwareGamma(0.0, v, alpha=0.5, weight=3.0, decay=0.9), max_ngram, min_ngram)
         self.name = self.drafter.name  # whom NaN is blamed on
@@ -327,28 +383,46 @@ class CombinedDrafter(Drafter):
     def begin(self, target, params, generator):
         for drafter in (self.lookup, self.drafter):
             drafter.begin(target, params, generator)
+        if self.measured:
+            self.measured.begin()
         self.sources = []  # the drafter of each round
+
+    def room(self, n):
+        return max(self.lookup.room(n), self.drafter.room(n))
 
     def propose(self, ids, limit):
         self.lookup.read(ids)
         self.guess = self.lookup.continuation(self.lookup.gamma.high)
         speed, gamma = self.lookup.gamma.best()
-        rival = self.gamma.best(low=1)[0] if draft_room(self.drafter.model, ids.shape[0]) > 0 else 0.0
+        rival = self.promised() if self.drafter.room(ids.shape[0]) > 0 else 0.0
         if self.guess and gamma and speed >= rival:
             self.sources.append(self.lookup)
             return self.lookup.offer(self.guess[: min(gamma, limit)], ids)
         self.sources.append(self.drafter)
+        self.before = self.forwards()
+        if self.measured and not self.measured.pays():
+            limit = 0
         return self.drafter.propose(ids, limit)
 
+    def promised(self) -> float:
+        """The drafter's tokens per target step time."""
+        return self.measured.speed if self.measured else self.gamma.best(low=1)[0]
+
+    def forwards(self) -> int:
+        return sum(level.forwards for level in self.drafter.levels)
+
     def keep(self, length, round):
-        self.sources[-1].level.add(round)
         if self.sources[-1] is self.drafter:
-            self.gamma.update(round)
+            self.drafter.keep(length, round)
+            if self.measured:
+                self.measured.update(round, self.forwards() - self.before)
+        else:
+            self.lookup.level.add(round)
+            self.drafter.rollback(length)
         pairs = list(zip(self.guess, round.tokens))
         right = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         self.lookup.gamma.update(Round(len(pairs), right, right + 1))
         self.lookup.hear(length, round)
-        self.drafter.rollback(length)
 
     def rollback(self, length):
         self.lookup.rollback(length)
@@ -361,6 +435,55 @@ class CombinedDrafter(Drafter):
     @property
     def levels(self):
         return [*self.lookup.levels, *self.drafter.levels]
+
+
+class MeasuredSpeed:
+    """What a drafter's rounds have brought, in tokens per target step time: the mean of the tokens over the mean of the
+    costs, start + c forwards + v(nodes), of the rounds in which it proposed. Older rounds fade with `decay`.
+
+    c: what one forward of the drafter's models takes, in target steps. v, start, probe: as in CostAwareGamma; beyond
+    its end v goes on as steeply as it does on the whole. It begins at `speed`, worth `weight` target steps.
+    """
+
+    def __init__(self, c: float, v: list[float], start: float = 0.0, speed: float = 1.5, weight: float = 2.0,
+                 decay: float = 0.95, probe: float = 0.02):
+        check_costs(c, v, start)
+        self.c, self.v, self.start, self.decay, self.probe = c, v, start, decay, probe
+        self.first = speed * weight, weight, 1.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A new generation: forget what was learnt."""
+        (self.tokens, self.cost, self.rounds), self.idle = self.first, 0
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.cost
+
+    def pays(self) -> bool:
+        """Whether it should propose: it is faster than plain decoding, or it is time for another trial."""
+        if self.cost / self.rounds * (1 - self.speed) <= self.idle * self.probe:
+            self.idle = 0
+            return True
+        self.idle += 1
+        return False
+
+    def update(self, round: Round, forwards: int) -> None:
+        """Learn from a round of the drafter's; one without a proposal teaches nothing."""
+        if round.proposed:
+            self.tokens = self.decay * self.tokens + round.emitted
+            self.cost = self.decay * self.cost + self.start + self.c * forwards + self.verification(round.nodes)
+            self.rounds = self.decay * self.rounds + 1
+
+    def verification(self, nodes: int) -> float:
+        last = len(self.v) - 1
+        return self.v[nodes] if nodes <= last else self.v[last] + (nodes - last) * (self.v[last] - self.v[0]) / last
+
+
+def check_costs(c: float, v: list[float], start: float) -> None:
+    """Raises ValueError for costs that cannot be."""
+    if len(v) < 2 or not c >= 0 or not start >= 0 or min(v) <= 0:
+        raise ValueError("costs: c and start >= 0 and at least two positive v are needed")
 
 
 def draft_room(model: CachedModel, n: int) -> int:
@@ -468,8 +591,7 @@ class CostAwareGamma(GammaController):
 
     def __init__(self, c: float, v: list[float], alpha: float = 0.6, weight: float = 4.0, decay: float = 0.95,
                  probe: float = 0.02, start: float = 0.0):
-        if len(v) < 2 or not c >= 0 or not start >= 0 or min(v) <= 0:
-            raise ValueError("costs: c and start >= 0 and at least two positive v are needed")
+        check_costs(c, v, start)
         self.alpha, self.weight, self.decay, self.probe = alpha, weight, decay, probe
         self.costs = [v[0], *(start + gamma * c + v[gamma] for gamma in range(1, len(v)))]  # of a round, by gamma
         super().__init__(gamma=1, low=0, high=len(v) - 1)
@@ -556,14 +678,15 @@ def speculative_sampling_multi(target, drafts, prompt, params: SamplingParams, g
 
 
 def drafted_sampling(target, drafter: Drafter, prompt, params: SamplingParams,
-                     on_tokens: OnTokens | None = None) -> Generation:
-    """Decode with any Drafter: what the three samplers above, and every later drafter, come down to."""
+                     on_tokens: OnTokens | None = None, acceptance=None) -> Generation:
+    """Decode with any Drafter: what the three samplers above, and every later drafter, come down to. acceptance: see
+    tree_sampling."""
     target = as_cached(target)
     generator = params.generator(target.device)
     drafter.begin(target, params, generator)
 
     def step(ids, room):
-        round, new, _ = draft_and_verify(target, drafter, ids, room, target.vocab_size, params, generator)
+        round, new, _ = draft_and_verify(target, drafter, ids, room, target.vocab_size, params, generator, acceptance)
         return round, new
 
     out = decode(step, target, prompt, params, on_tokens)

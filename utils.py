@@ -100,9 +100,9 @@ class OneHot:
         """Row i, an index on the device []: [V] probabilities."""
         return OneHot(self.ids.index_select(0, i[None]), self.shape[1]).dense()[0]
 
-    def of(self, tokens: LongTensor) -> Tensor:
-        """The probabilities that the first m rows give tokens [m]: [m]."""
-        return (self.ids[: tokens.shape[0]] == tokens).double()
+    def of(self, tokens: LongTensor, rows: LongTensor | None = None) -> Tensor:
+        """The probabilities that the first m rows, or `rows` [m], give tokens [m]: [m] float64."""
+        return ((self.ids[: tokens.shape[0]] if rows is None else self.ids[rows]) == tokens).double()
 
     def lawful(self) -> Tensor:
         """Of each row, whether it is a law: [n] bool, on the device."""
@@ -148,7 +148,9 @@ class Weights:
         i = i[None]
         return (self.weights.index_select(0, i) / self.total.index_select(0, i).to(self.weights.dtype))[0]
 
-    def of(self, tokens: LongTensor) -> Tensor:
+    def of(self, tokens: LongTensor, rows: LongTensor | None = None) -> Tensor:
+        if rows is not None:
+            return self.weights[rows, tokens] / self.total[rows, 0]
         return (self.weights.gather(-1, tokens[:, None]) / self.total[: tokens.shape[0]])[:, 0]
 
     def lawful(self) -> Tensor:
