@@ -290,7 +290,8 @@ class StaticKV:
         if end <= self.capacity:
             return
         room = max(2 * end, 256)
-        room = max(end, min(room, self.limit or room))
+        if self.limit is not None:  # at its end the nodes of a tree may have more columns than there are positions
+            room = min(room, self.limit) if end <= self.limit else end + SLICE
         grown = self.buffer.new_zeros(*self.buffer.shape[:3], room, self.buffer.shape[4])
         grown[..., : self.capacity, :] = self.buffer
         self.buffer = grown

@@ -216,6 +216,11 @@ def test_the_buffer_grows_and_keeps_what_it_holds():
     assert model.kv.capacity == 400
     model.kv.reserve(401)
     assert model.kv.capacity == 802
+    model.kv.limit = 900
+    model.kv.reserve(803)
+    assert model.kv.capacity == 900
+    model.kv.reserve(901)  # the nodes of a tree
+    assert model.kv.capacity == 901 + 512
     model.rollback(255)
     assert (model.forward(ids)[0] - whole[-1]).abs().max() <= 2e-6 * whole.abs().max()
 
@@ -281,6 +286,31 @@ def test_layers_with_the_same_input_are_one_product():
     for part in (attention.v_proj, attention.q_proj, attention.k_proj):  # in any order, nothing stale
         for y in (x, 2 * x):
             assert torch.equal(part(y), part.joint.product(y)[:, part.columns])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_or_two_packed_rows_are_computed_as_three_are(bias):
+    """For which oneDNN has faster kernels; however many dimensions the rows stand in."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 32, generator=generator), torch.randn(3, 32, generator=generator)
+    layer = PackedLinear(weight, torch.randn(48, generator=generator) if bias else None)
+    for n in (1, 2):
+        filled = torch.cat((x[:n], torch.zeros(3 - n, 32)))
+        for dims in ((), (None,), (None, None)):
+            assert torch.equal(layer(x[:n][dims]), layer(filled)[:n][dims])
+        assert (layer(x)[:n] - layer(x[:n])).abs().max() <= 2e-6 * layer(x).abs().max()
+    two = torch.stack((x[:1], x[1:2]))  # a batch of single rows
+    assert layer(two).shape == (2, 1, 48) and (layer(two)[:, 0] - layer(x)[:2]).abs().max() <= 1e-5
+    assert layer(x[:0]).shape == (0, 48)
+
+
+def test_few_rows_reach_the_packed_product_as_three(monkeypatch):
+    layer, rows = PackedLinear(torch.ones(48, 32)), []
+    product = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *how: rows.append(len(x)) or product(x, *how))
+    for n in (1, 2, 3, 4, 9):
+        assert layer(torch.ones(n, 32)).tolist() == [[32.0] * 48] * n
+    assert rows == [3, 3, 3, 4, 9]
 
 
 def test_where_it_cannot_run_it_falls_back_and_says_why():

@@ -11,6 +11,7 @@ import gc
 import inspect
 import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,58 @@ def test_fixed_shapes_give_the_logits_of_exact_ones(small, family, options, devi
     assert graphs.lean.fault is None
     widths = {width for passes in graphs.lean.passes.values() for _, width in passes.replays}
     assert widths >= {32, 64, 128, 160}
+
+
+def path_to(parents, node):
+    return path_to(parents, parents[node]) + [node] if node >= 0 else []
+
+
+def grow(models, seed, device, close):
+    """Trees, some of them chains, behind a sequence that any path of them is added to, up to the end of the context;
+    the same on both models. `close` compares logits and features."""
+    rng, ids = random.Random(seed), some_ids(3, seed, device)
+    pair = [CachedModel(model) for model in models]
+    for model in pair:
+        model.keep_features()
+    while len(ids) < 158:
+        parents = [rng.randint(-1, i - 1) for i in range(rng.choice([0, 1, 3, 9, 30, 64, 70]))]
+        room = 160 - len(ids)
+        parents = parents[: next((i for i in range(len(parents)) if len(path_to(parents, i)) > room), None)]
+        tokens = some_ids(len(parents), rng.randint(0, 2**31), device)
+        close(*(model.forward_tree(ids, tokens, parents) for model in pair))
+        path = path_to(parents, rng.randint(-1, len(parents) - 1))
+        for model in pair:
+            model.keep_path(len(ids), path)
+        more = some_ids(rng.choice([1, 1, 1, 2, 30]), rng.randint(0, 2**31), device)
+        ids = torch.cat((ids, tokens[path], more))[:160]
+        if rng.random() < 0.3:
+            close(*(model.forward(ids) for model in pair))
+        close(*(model.features for model in pair))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family,options", MODELS)
+def test_trees_and_features_of_fixed_shapes_are_those_of_exact_ones(small, family, options, device):
+    graphs, exact = on_graphs(family, options, device), plain(family, options, device)
+    for seed in range(5):
+        grow((graphs, exact), seed, device, within(4e-6))
+    assert graphs.lean.fault is None
+    assert {rows for passes in graphs.lean.passes.values() for rows, _ in passes.replays} >= {1, 2, 4, 17, 33, 65}
+
+
+def test_a_tree_needs_no_graph_of_its_own(small):
+    model, ids, parents = CachedModel(on_graphs("llama")), some_ids(12), (-1, 0, 0)
+    model.forward(ids[:8])
+    model.forward(ids, keep=4)
+    RECORDED.clear()
+    tree = model.forward_tree(ids[:9], ids[9:], parents)
+    passes, written = model.lean.passes_over(model.kv), []
+    assert not RECORDED and passes.tree == (4, parents)
+    write, passes.among = passes.among, SimpleNamespace(copy_=written.append)
+    assert torch.equal(model.forward_tree(ids[:9], ids[9:], parents), tree) and not written  # what stands there is left
+    passes.among = write
+    chain = model.forward(ids, keep=4)
+    assert passes.tree == (0, ()) and torch.equal(chain[:2], tree[:2]) and not torch.equal(chain[3], tree[3])
 
 
 @pytest.mark.parametrize("family,options", MODELS)
