@@ -297,6 +297,20 @@ def greedy_laws(logits: Tensor) -> OneHot:
     return OneHot(ids, logits.shape[1], top[:, 0])
 
 
+def largest(logits: Tensor, k: int) -> tuple[Tensor, LongTensor]:
+    """The k largest logits of each row in falling order, and their ids: [n, V] -> [n, k] each. NaN comes first.
+
+    Only the k blocks of the greatest maxima are looked through: topk over all of a row takes four times as long.
+    """
+    blocks = in_blocks(logits, float("-inf"))
+    if blocks.shape[1] <= k:
+        return logits.topk(k, dim=-1)
+    found = blocks.amax(dim=-1).topk(k, dim=-1).indices
+    values, at = blocks.gather(1, found.unsqueeze(-1).expand(-1, -1, BLOCK)).flatten(1).topk(k, dim=-1)
+    ids = found.gather(1, at // BLOCK).mul_(BLOCK).add_(at % BLOCK)
+    return values, ids.clamp_(max=logits.shape[1] - 1)  # where there is nothing but -inf, what fills the last block up
+
+
 def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Weights:
     """[n, V] float32 logits, none of them +inf -> n laws."""
     cut = top_k or top_p < 1
