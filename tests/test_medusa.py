@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from cachedModel import CachedModel
@@ -181,9 +182,8 @@ def test_a_head_comes_back_from_the_disk_for_its_target_only(tmp_path, own_outpu
     assert torch.allclose(again(features), head(features), rtol=0.1, atol=0.2)  # weights in bfloat16
     assert not torch.allclose(again(features)[0], head.out(features), rtol=0.1, atol=0.2)
     assert again.config["accuracy"] == head.config["accuracy"] and MedusaDrafter(again).tree == [(0,), (0, 1)]
-    saved = sum(path.stat().st_size for path in tmp_path.iterdir())
-    matrix = 2 * 20 * HIDDEN
-    assert (saved > 2 * matrix + 4 * HIDDEN**2) == own_output or not own_output
+    matrices = [weight for weight in load_file(tmp_path / "model.safetensors").values() if len(weight) == 20]
+    assert [weight.dim() for weight in matrices] == [1] + [2, 2] * own_output  # ids, and the heads' own alone
     with pytest.raises(ValueError, match="was trained for"):
         load_head(tmp_path, target_of(seed=1), KINDS)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -322,7 +322,7 @@ def test_greedy_ids_are_the_targets(family, engine):
         drafter = MedusaDrafter(use_head_engine(copy.deepcopy(head), target), cartesian_tree(tops))
         out = tree_sampling(target, drafter, prompt, params)
         assert out.tokens == expected.tokens
-        assert out.draft_forwards == (len(out.rounds) - 1 if tops else 0) or tops
+        assert out.draft_forwards < len(out.rounds) and bool(out.draft_forwards) == bool(tops)
 
 
 def test_right_guesses_are_accepted():
@@ -356,7 +356,7 @@ def test_drawn_texts_follow_the_targets_law(family, tops):
         laws = target(torch.tensor([[*prompt, *text]])).logits[0].double().softmax(-1)
         law[text] = float(torch.stack([laws[2 + i, x] for i, x in enumerate(text)]).prod())
     target, seen, nodes = CachedModel(target), Counter(), set()
-    for seed in range(700):
+    for seed in range(500):
         out = tree_sampling(target, drafter, prompt, SamplingParams(max_new_tokens=4, seed=seed))
         seen[tuple(out.tokens)] += 1
         nodes.update(round.nodes for round in out.rounds)
