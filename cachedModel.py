@@ -122,12 +122,13 @@ class CachedModel:
             self.lean = self.model.lean
             self.kv = self.lean.kv_for(self)
         self.cache = empty_cache()
-        self.length = 0
+        self.length = self._chain = 0  # what stands behind the first _chain tokens is a tree
         self.forwards = 0
         self._features, self._matched = None, self.lean is not None
 
     def rollback(self, length: int) -> None:
         """Keep the cache's first `length` tokens (all of them if it holds fewer)."""
+        self._chain = min(self._chain, length)
         if length < self.length:
             self.length = length
             for layer in self.cache.layers:
@@ -190,7 +191,8 @@ class CachedModel:
 
         parents: of each node the index of its parent, which stands before it, or -1 for a child of the root, which is
         the last token of `ids`. A node sees `ids`, its ancestors and itself; its position is n + depth (0 for the
-        root's children). Afterwards length is n + m, the nodes' columns in order behind the sequence's: see keep_path.
+        root's children). Afterwards length is n + m, the nodes' columns in order behind the sequence's: what is not kept
+        by keep_path is forgotten by the next pass.
         Raises ValueError for parents that are none, a tree that leaves the context, or a model that takes no tree.
         """
         parents, m = tuple(parents), tokens.shape[0]
@@ -211,7 +213,7 @@ class CachedModel:
         n = end - len(parents) + (1 + int(ancestry(parents)[1].max()) if parents else 0)  # positions
         if self.context_length is not None and n > self.context_length:
             raise ValueError(f"{self.name}: {n} tokens do not fit its context of {self.context_length}")
-        self.rollback(end - keep)
+        self.rollback(min(end - keep, self._chain))
         start = self.length
         new = self.readable(ids[start:])
         if self.lean is not None:
@@ -221,7 +223,7 @@ class CachedModel:
         if self._features is not None:
             self._features = with_room(self._features, start, end)
             self._features[start:end] = hidden
-        self.length = end
+        self.length, self._chain = end, end - len(parents)
         self.forwards += 1
         return logits
 
@@ -281,14 +283,16 @@ class CachedModel:
         down), as if these had been fed as a chain; the rest of the tree is forgotten. Raises ValueError for a path
         that does not descend or that was not fed."""
         path = list(path)
-        if path != sorted(set(path)) or path and not 0 <= path[0] <= path[-1] < self.length - n:
-            raise ValueError(f"{path} is no path through the {self.length - n} nodes behind {n} tokens")
+        nodes = self.length - n
+        if n > self._chain or path != sorted(set(path)) or path and not 0 <= path[0] <= path[-1] < nodes:
+            raise ValueError(f"{path} is no path through the {nodes} nodes behind {n} tokens")
         stay = next((i for i, node in enumerate(path) if node != i), len(path))  # these columns are in place
         if stay < len(path):
             columns = torch.tensor(path[stay:], device=self.device) + n
             for buffer in self._buffers():
                 buffer[..., n + stay : n + len(path), :] = buffer[..., columns.to(buffer.device), :]
         self.rollback(n + len(path))
+        self._chain = self.length
 
     def _buffers(self) -> list[Tensor]:
         """All that is kept of each token, [..., capacity, size]."""

@@ -336,8 +336,8 @@ class LeanForward(nn.Module):
             n = part.shape[0]
             tree = parents if start + n == end else ()
             mask = None if n == 1 else tree_mask(start, n, tree, self.stack.cos)
-            where = tree_positions(start, n, tree, ids.device) if tree else None
-            how = part, kv.buffer, None, where, start, start + n, mask
+            positions = tree_positions(start, n, tree, ids.device) if tree else None
+            how = part, kv.buffer, None, positions, start, start + n, mask
             wanted = min(n, start + n - (end - keep))
             with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds a shape
                 if wanted > 0:

@@ -118,12 +118,24 @@ def test_columns_move_only_where_they_must():
     assert model.length == 5
 
 
+@pytest.mark.parametrize("which", [("llama", "packed"), ("gpt_neox", "eager"), ("llama", "int8")], ids="-".join)
+def test_a_tree_of_which_nothing_was_kept_is_forgotten(which):
+    model, ids = CachedModel(MODELS[which]), some_ids(30)
+    for parents in ([-1, -1, 0], [-1, 0, 1]):
+        model.forward_tree(ids[:9], ids[9:12], parents)
+        assert model.length == 12
+        assert close(model.forward(ids), CachedModel(MODELS[which]).forward(ids), which[1])
+        model.rollback(5)
+
+
 @pytest.mark.parametrize("path", [[2, 1], [0, 0], [3], [-1], [0, 3]])
 def test_what_is_no_path_is_refused(path):
     model = CachedModel(MODELS["llama", "packed"])
     model.forward_tree(some_ids(5), some_ids(3), [-1, -1, 0])
     with pytest.raises(ValueError, match="no path"):
         model.keep_path(5, path)
+    with pytest.raises(ValueError, match="no path"):
+        model.keep_path(6, [])
 
 
 @pytest.mark.parametrize("which", [("llama", "packed"), ("gpt_neox", "eager")], ids="-".join)
