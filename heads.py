@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import LongTensor, Tensor, nn
 
@@ -17,6 +18,7 @@ from cachedModel import CachedModel
 from engine import Int8Linear, PackedLinear, replace_linears, side_by_side
 from specSampling import Drafter
 
+ABSENT = -100.0  # log-probability of a token that has no column
 PROBE_ROWS, PROBE_COLUMNS = 32, 4  # of the embedding: the numbers by which a target is known again
 
 
@@ -53,6 +55,13 @@ class Head(nn.Module):
         self.out.weight = nn.Parameter(weight[self.ids], requires_grad=False)
         self.bound()
         return self
+
+    @property
+    def column(self) -> LongTensor:
+        """[V], of each token its column in the head's logits, or -1."""
+        column = torch.full((self.config["vocab"],), -1)
+        column[self.ids] = torch.arange(len(self.ids))
+        return column
 
     def bound(self) -> None:
         """What a subclass derives from the target's matrices."""
@@ -119,7 +128,41 @@ def load_head(folder: Path, target, kinds: dict[str, type[Head]]) -> Head:
     return head.float().eval().requires_grad_(False).bind(target)
 
 
-# ------------------------------------------------------------------------------------------------- on an engine
+# -------------------------------------------------------------------------------------------------------- loss
+
+
+def distillation_loss(logits, labels, top, logp, kl_weight, ce_weight):
+    """kl_weight * KL(target || draft) + ce_weight * CE of the target's likeliest token, means over positions.
+
+    logits [P, C]; labels [P] and top [P, k] index its columns; logp [P, k] the target's log-probabilities.
+    What the top k leave over is one more class on both sides, so with k = C this is the plain KL. Returns
+    (loss, KL, CE of the labels), the last two for the log only.
+    """
+    logits = logits.float()
+    log_z = torch.logsumexp(logits, -1, keepdim=True)
+    logq, logp = logits.gather(1, top) - log_z, logp.float()
+    p, q = logp.exp(), logq.exp()
+    kl = (p * (logp - logq)).sum(1)
+    p_rest, q_rest = (1 - p.sum(1)).clamp(min=0), (1 - q.sum(1)).clamp(min=1e-6)
+    kl = kl + torch.where(p_rest > 1e-4, p_rest * (p_rest.clamp(min=1e-6).log() - q_rest.log()), 0.0)
+    loss = kl_weight * kl.mean() - ce_weight * logq[:, 0].mean()
+    label_ce = (log_z - logits.gather(1, labels[:, None])).detach().mean()
+    return loss, kl.detach().mean(), label_ce
+
+
+def law_loss(logits: Tensor, top: LongTensor, logp: Tensor, column: LongTensor, kl_weight: float = 1.0,
+             ce_weight: float = 0.5) -> Tensor:
+    """distillation_loss [] of a head's logits [P, C] against the target's law over all its tokens: top [P, k] and
+    logp [P, k]. column: [V], of each token its column in the logits, or -1; top[:, 0] must have one. What the head
+    cannot propose counts as what the top k leave over."""
+    columns = column[top]
+    logp = logp.float().masked_fill(columns < 0, ABSENT)
+    columns = torch.where(columns < 0, logits.shape[1], columns)
+    logits = F.pad(logits.float(), (0, 1), value=ABSENT)  # one column for all that have none
+    return distillation_loss(logits, columns[:, 0], columns, logp, kl_weight, ce_weight)[0]
+
+
+# --------------------------------------------------------------------------------------------------- on an engine
 
 
 def use_head_engine(head: Head, target, tokens: int = 128) -> Head:

@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cachedModel import cache_argument, empty_cache
 from downloadData import read_prompts, read_text
+from heads import distillation_loss
 from loadModel import load_model, load_tokenizer
 from metrics import Column, Results, run_meta
 from utils import fit_width, norm_logits, sample
@@ -432,25 +433,6 @@ def plant_matching(attention, D, H, slow, code, note, width):
 
 # ---------------------------------------------------------------------------------------------------- loss
 
-def distillation_loss(logits, labels, top, logp, kl_weight, ce_weight):
-    """kl_weight * KL(target || draft) + ce_weight * CE of the target's likeliest token, means over positions.
-
-    logits [P, C]; labels [P] and top [P, k] index its columns; logp [P, k] the target's log-probabilities.
-    What the top k leave over is one more class on both sides, so with k = C this is the plain KL. Returns
-    (loss, KL, CE of the labels), the last two for the log only.
-    """
-    logits = logits.float()
-    log_z = torch.logsumexp(logits, -1, keepdim=True)
-    logq, logp = logits.gather(1, top) - log_z, logp.float()
-    p, q = logp.exp(), logq.exp()
-    kl = (p * (logp - logq)).sum(1)
-    p_rest, q_rest = (1 - p.sum(1)).clamp(min=0), (1 - q.sum(1)).clamp(min=1e-6)
-    kl = kl + torch.where(p_rest > 1e-4, p_rest * (p_rest.clamp(min=1e-6).log() - q_rest.log()), 0.0)
-    loss = kl_weight * kl.mean() - ce_weight * logq[:, 0].mean()
-    label_ce = (log_z - logits.gather(1, labels[:, None])).detach().mean()
-    return loss, kl.detach().mean(), label_ce
-
-
 def candidates(labels, top, frequent, n_negatives, vocab, generator):
     """The ids of a restricted softmax, and the bias of its columns.
 
@@ -512,10 +494,16 @@ class Shards:
 
     def refresh(self):
         for path in sorted(self.folder.glob("*.npz")):
-            if path.name not in self.names:
+            if path.name not in self.names and self.whole(path):
                 self.names.add(path.name)
-                self.loaded.append(dict(np.load(path)))
+                self.loaded.append(self.load(path))
         self.weights = np.array([len(s["length"]) for s in self.loaded], dtype=float)
+
+    def whole(self, path):
+        return True
+
+    def load(self, path):
+        return dict(np.load(path))
 
     def counts(self):
         """Tokens by (source, how they were written)."""
@@ -705,7 +693,7 @@ def greedy_rows(model, prompts, sources, n_new):
     rows = []
     for at in tqdm(range(0, len(prompts), 24), desc="greedy continuations", unit="batch"):
         part = torch.tensor(prompts[at:at + 24])
-        ids, _, _, length = sample_batch(model, part, torch.zeros(len(part)), n_new, 1, None, stop_ids(model))
+        ids, _, _, length, _ = sample_batch(model, part, torch.zeros(len(part)), n_new, 1, None, stop_ids(model))
         rows += [{"source": source, "prompt": part.shape[1], "ids": row[:n].tolist()}
                  for source, row, n in zip(sources[at:], ids, length)]
     return rows

@@ -1,0 +1,414 @@
+"""EAGLE: a head of one decoder layer that drafts features, and a tree grown by the head's own confidence.
+
+EAGLE-1 (Li et al. 2024, arXiv:2401.15077): the head sees the target's feature f_i and the embedding of the token behind
+it, e_(i+1), and guesses the feature f_(i+1), from which the target's output matrix makes a law of the token i + 2. In
+drafting its guess stands in for the feature. EAGLE-2 (arXiv:2406.16858): the tree is not fixed; the nodes with the
+greatest product of confidences along their path are expanded, and in the end the best of all are verified.
+
+The file reads in the order of use: the layer, what is learnt, the pass of a draft step, the tree. mtp.py builds on it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import LongTensor, Tensor, nn
+
+from engine import StaticKV, attend, causal_mask, rotate, without_python, write
+from heads import Head, HeadDrafter, law_loss
+from treeSampling import Tree
+
+# RoPE so slow that half of each attention head can match content (see plant), and the strengths of the planted start.
+ROPE_THETA, SLOW = 1e8, 1e-3
+CODE, MATCH, COPY, COPIERS = 64, 12.0, 12.0, 0.67
+TRACE = 0.2  # of the feature, in the first guess of the next one
+
+
+class DecoderLayer(nn.Module):
+    """A layer of Llama's form: RMSNorm, attention, gated MLP. Its attention may also see `extra` numbers a token."""
+
+    def __init__(self, d: int, inner: int, heads: int, extra: int = 0):
+        super().__init__()
+        self.heads, self.head_dim = heads, d // heads
+        self.norm1, self.norm2 = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.qkv, self.o = nn.Linear(d + extra, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.gate_up, self.down = nn.Linear(d, 2 * inner, bias=False), nn.Linear(inner, d, bias=False)
+
+    def states(self, x: Tensor, extra: Tensor) -> Tensor:
+        """Queries, keys and values, not yet turned: [..., 3 x heads, head_dim]."""
+        return self.qkv(torch.cat((self.norm1(x), extra), -1)).unflatten(-1, (3 * self.heads, self.head_dim))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def forward(self, x: Tensor, extra: Tensor, columns: Tensor, start: int, width: int, mask: Tensor, cos: Tensor,
+                sin: Tensor) -> Tensor:
+        """x [n, d], extra [n, e]: the new tokens, whose keys and values go to `columns` [2, heads, capacity, head_dim]
+        from `start` on; `width` of them are read under the mask [n, width]. [n, d]."""
+        states = self.states(x, extra)
+        rotate(states[:, : 2 * self.heads], cos, sin)
+        write(columns, states[:, self.heads :].view(-1, 2, self.heads, self.head_dim).permute(1, 2, 0, 3), None, start)
+        return self.mlp(x + self.o(attend(states[:, : self.heads], columns, width, mask)))
+
+
+class Concatenated(nn.Module):
+    """EAGLE-1's way in: one linear layer on the embedding and the feature."""
+
+    def __init__(self, d: int):
+        super().__init__()
+        self.fc = nn.Linear(2 * d, d)
+
+    def forward(self, e: Tensor, f: Tensor) -> Tensor:
+        return self.fc(torch.cat((e, f), -1))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """The next feature begins as a trace of this one, whose own guess has been decided already."""
+        d = self.fc.out_features
+        self.fc.weight[:, d:] = TRACE * torch.eye(d)
+        self.fc.weight[:, :d] *= 0.1
+        self.fc.bias.zero_()
+
+
+# ------------------------------------------------------------------------------------------------ what is learnt
+
+
+class EagleHead(Head):
+    """One decoder layer on (embedding of the next token, feature); see the file's docstring.
+
+    hidden, vocab, kept: as in Head. inner, heads: of the layer. copying: let the attention also see the token before and
+    the plain embedding, so that one layer can copy what followed the present token earlier in the text (`plant`);
+    without it the layer is the paper's. limit: positions that the rotary table has.
+    """
+
+    kind = "eagle"
+
+    def __init__(self, hidden: int, vocab: int, kept: int = 0, inner: int = 1536, heads: int = 9, copying: bool = True,
+                 limit: int = 8192, **more):
+        super().__init__(hidden, vocab, kept, inner=inner, heads=heads, copying=copying, limit=limit, **more)
+        if hidden % heads or hidden // heads % 2:
+            raise ValueError(f"heads: {heads} of an even size are needed to make up {hidden}")
+        self.code = nn.Linear(hidden, min(CODE, hidden)) if copying else None
+        self.build(hidden, inner, heads, hidden + min(CODE, hidden) if copying else 0)
+        frequency = ROPE_THETA ** (-torch.arange(hidden // heads // 2) / (hidden // heads // 2))
+        angles = torch.outer(torch.arange(limit).float(), frequency)[:, None]  # [limit, 1, head_dim / 2]
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1)
+
+    def build(self, d: int, inner: int, heads: int, extra: int) -> None:
+        """The trained parts: the way in, the layer, the way out to the output matrix."""
+        self.enter, self.layer, self.leave = Concatenated(d), DecoderLayer(d, inner, heads, extra), nn.Identity()
+
+    def start(self, tied: bool) -> None:
+        """The values before training. tied: whether the target's output matrix is its embedding."""
+        self.enter.start()
+        with torch.no_grad():
+            self.layer.o.weight *= 0.1
+            self.layer.down.weight *= 0.1
+        if self.code is not None:
+            plant(self, tied)
+
+    def extra(self, e: Tensor, before: Tensor) -> Tensor:
+        """What the attention sees besides: the embedding, and the code of the one before. [..., d + the code's size] or none."""
+        if self.code is None:
+            return e[..., :0]
+        return torch.cat((level(e), self.code(level(before))), -1)
+
+    def unroll(self, ids: LongTensor, features: Tensor, steps: int, share: float = 1.0) -> list[tuple]:
+        """Drafts from every position of a text at once, each `steps` long and on the head's own features from its second
+        step on (in place of the target's), so that the head learns from what it will be given.
+
+        ids [B, L], features [B, L - 1, d] -> for each step s the start positions i [N] and the guessed features
+        f_(i + 1 + s) [B, N, d]. A draft that starts at i sees, as in decoding, the target's features up to i and its own
+        steps. share: of the positions, drawn anew for each step behind the first; the same ones go on.
+        """
+        e, out = F.embedding(ids, self.embedding), []
+        at, f, kept = torch.arange(ids.shape[1] - 2), features[:, : ids.shape[1] - 2], []
+        for s in range(steps):
+            if s > 0:
+                chosen = at + s < ids.shape[1] - 2
+                if s == 1 and share < 1:
+                    chosen &= torch.rand(len(at)) < share
+                chosen = chosen.nonzero()[:, 0]
+                at, f = at[chosen], f[:, chosen]
+                kept = [(k, v) if t == 0 else (k[:, :, chosen], v[:, :, chosen]) for t, (k, v) in enumerate(kept)]
+            x = self.enter(e[:, at + 1 + s], f)
+            states = self.layer.states(x, self.extra(e[:, at + 1 + s], e[:, at + s]))
+            q, k, v = turned(states, self.cos[at + s], self.sin[at + s], self.layer.heads)
+            kept.append((k, v))
+            attended = drafts_attention(q, kept, at)
+            f = self.layer.mlp(x + self.layer.o(attended.transpose(1, 2).flatten(2)))
+            out.append((at, f))
+        return out
+
+    def loss(self, batch: dict, steps: int = 3, decay: float = 0.8, feature_weight: float = 1.0, share: float = 0.5,
+             kl_weight: float = 1.0, ce_weight: float = 0.5) -> tuple[Tensor, dict[str, float]]:
+        """Loss over the steps, each weighing `decay` of the one before: of the laws, and (EAGLE-1, section 4.2)
+        feature_weight x SmoothL1 of the features. Returns (loss [], the parts by name). batch: see heads.Head."""
+        column, total, parts = self.column, 0.0, {}
+        for s, (at, f) in enumerate(self.unroll(batch["ids"], batch["features"], steps, share)):
+            law = at + 1 + s  # the law of token i + 2 + s stands behind the token before it
+            rows = batch["keep"][:, law + 1] & (column[batch["top"][:, law, 0]] >= 0)
+            loss = law_loss(self.out(self.leave(f[rows])), batch["top"][:, law][rows], batch["logp"][:, law][rows],
+                            column, kl_weight, ce_weight)
+            parts[f"step {s + 1}"] = float(loss.detach())
+            if feature_weight:
+                apart = F.smooth_l1_loss(f[rows].float(), batch["features"][:, law][rows])
+                parts[f"feature {s + 1}"] = float(apart.detach())
+                loss = loss + feature_weight * apart
+            total = total + decay**s * loss
+        return total, parts
+
+    @torch.no_grad()
+    def guesses(self, ids: LongTensor, features: Tensor, depths: int) -> LongTensor:
+        """See heads.Head; [depths, B, L - 1], -1 where the text ends before."""
+        out = torch.full((depths, *features.shape[:2]), -1)
+        for s, (at, f) in enumerate(self.unroll(ids, features, depths)):
+            out[s][:, at] = self.ids[self.out(self.leave(f)).argmax(-1)]
+        return out
+
+    @torch.no_grad()
+    def look_at(self, ids: LongTensor, features: Tensor) -> None:
+        for _, f in self.unroll(ids[None], features[None, :-1], 2):
+            self.out(self.leave(f))
+
+
+def level(e: Tensor) -> Tensor:
+    """Embeddings brought to a root mean square of 1."""
+    return F.rms_norm(e, e.shape[-1:])
+
+
+def turned(states: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys (rotated) and values [B, heads, N, head_dim] of states [B, N, 3 x heads, head_dim]."""
+    qk, v = states.split([2 * heads, heads], dim=2)
+    qk = qk * cos.to(qk.dtype) + qk.roll(qk.shape[-1] // 2, -1) * sin.to(qk.dtype)
+    q, k = qk.transpose(1, 2).chunk(2, dim=1)
+    return q, k, v.transpose(1, 2)
+
+
+def drafts_attention(q: Tensor, kept: list[tuple[Tensor, Tensor]], at: LongTensor) -> Tensor:
+    """Attention of drafts that start at the positions `at` [N]: each sees the first step's keys up to its start, and of
+    the later steps its own ones. q [B, heads, N, head_dim] -> likewise."""
+    (k, v), *own = kept
+    if not own:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ahead = torch.arange(k.shape[2]) > at[:, None]
+    scores = [(q @ k.transpose(2, 3)).masked_fill(ahead, float("-inf"))]
+    scores += [(q * k).sum(-1, keepdim=True) for k, _ in own]
+    weights = (torch.cat(scores, -1).float() / math.sqrt(q.shape[-1])).softmax(-1).to(v.dtype)
+    first, *rest = weights.split([k.shape[2], *[1] * len(own)], dim=-1)
+    return first @ v + sum(w * v for w, (_, v) in zip(rest, own))
+
+
+@torch.no_grad()
+def plant(head: EagleHead, tied: bool) -> None:
+    """Start the attention as a circuit that copies (an induction head, Olsson et al. 2022): queries are the present
+    token's code, keys the code of the token before, values the embedding of the present one. A match is a place where the
+    present token stood before its last one, and what is copied there is the token that followed.
+
+    Text that a small target writes repeats itself, and a few million tokens are too few for training to find this. With
+    an output matrix that is not the embedding only the matching is planted.
+    """
+    layer, (size, d) = head.layer, head.code.weight.shape
+    D, H = layer.head_dim, layer.heads
+    e = level(head.embedding)
+    head.code.weight.copy_(torch.linalg.qr(torch.randn(d, size, generator=torch.Generator().manual_seed(0)))[0].T)
+    head.code.bias.copy_(-(head.code.weight @ e.mean(0)))
+    frequency = ROPE_THETA ** (-torch.arange(D // 2) / (D // 2))
+    slow = (frequency < SLOW).nonzero()[:, 0]
+    slow = torch.cat((slow, slow + D // 2))
+    part = min(len(slow), size)
+    square = (e @ head.code.weight.T).square().mean()
+    match = (MATCH * D**0.5 / (part * square)) ** 0.5
+    copied = int(COPIERS * H)
+    strength = COPY * H / copied / float((head.embedding * e).sum(-1).mean())
+    for h in range(copied):
+        code = torch.randperm(size, generator=torch.Generator().manual_seed(h))[:part]
+        q, k, v = (slice(j * d + h * D, j * d + (h + 1) * D) for j in range(3))
+        layer.qkv.weight[q], layer.qkv.weight[k], layer.qkv.weight[v] = 0, 0, 0
+        layer.qkv.weight[q.start + slow[:part], d : 2 * d] = match * head.code.weight[code]
+        layer.qkv.weight[k.start + slow[:part], 2 * d + code] = match
+        dims = torch.arange(h * D, (h + 1) * D)
+        layer.qkv.weight[v.start + torch.arange(D), d + dims] = 1
+        layer.o.weight[:, dims] = 0
+        if tied:
+            layer.o.weight[dims, dims] = strength
+
+
+# ------------------------------------------------------------------------------------------- a step of drafting
+
+
+class DraftPass(nn.Module):
+    """Embedding, layer and output matrix of a head for decoding: one sequence, keys and values kept. Also TorchScript."""
+
+    def __init__(self, head: EagleHead):
+        super().__init__()
+        self.embedding, self.copying = head.embedding, head.code is not None
+        self.code = head.code if self.copying else nn.Identity()
+        self.enter, self.layer, self.leave, self.out = head.enter, head.layer, head.leave, head.out
+
+    def forward(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, width: int, mask: Tensor,
+                cos: Tensor, sin: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+        """tokens [n] behind the tokens `before` [n], whose features are f [n, d]: the guessed features of `tokens` and
+        the logits of what follows them, [keep, d] and [keep, C]. columns, start, width, mask: see DecoderLayer."""
+        e = F.embedding(tokens, self.embedding)
+        extra = e[:, :0]
+        if self.copying:
+            b = F.embedding(before, self.embedding)
+            size = e.shape[-1:]
+            extra = torch.cat((F.rms_norm(e, size), self.code(F.rms_norm(b, size))), -1)
+        x = self.layer(self.enter(e, f), extra, columns, start, width, mask, cos, sin)[x_from(tokens, keep) :]
+        return x, self.out(self.leave(x))
+
+
+def x_from(tokens: Tensor, keep: int) -> int:
+    return tokens.shape[0] - keep
+
+
+# --------------------------------------------------------------------------------------------------- the tree
+
+BRANCH, BEAM = 4, 4  # children that a node may have, nodes of a level that are expanded
+
+
+class EagleDrafter(HeadDrafter):
+    """Proposes a tree that grows where the head is confident (EAGLE-2, sections 4.1 and 4.2).
+
+    The head's law of a token, multiplied along a path, is close to the chance that the path is accepted. Level by level
+    the BEAM nodes with the greatest products are expanded; in the end the best nodes of all are verified, which with
+    their ancestors form a tree, as no product is greater than its parent's. They are taken, not drawn (rule "top-k"),
+    which is exact at every temperature.
+
+    nodes: how many are verified. None: as many as pay, and levels as long as they pay, where v[n] is what a pass of the
+    target over n nodes and the last token costs, and c what one pass of the head costs, in target steps.
+    gamma: how deep the tree may be.
+    """
+
+    def __init__(self, head: EagleHead, nodes: int | None = None, v: list[float] | None = None, c: float = 0.0,
+                 start: float = 0.0, gamma=8, branch: int = BRANCH, beam: int = BEAM):
+        super().__init__(head, gamma)
+        if nodes is None and v is None:
+            raise ValueError("a number of nodes is needed, or the costs c and v that tell how many pay")
+        if nodes is not None and nodes < 1 or branch < 1 or beam < 1:
+            raise ValueError(f"nodes, branch and beam must be at least 1, got {nodes}, {branch} and {beam}")
+        self.nodes, self.v, self.c, self.start = nodes, v, c, start
+        self.branch, self.beam = min(branch, len(head.ids)), beam
+        self.run = without_python(DraftPass(head).eval())
+
+    def begin(self, target, params, generator):
+        super().begin(target, params, generator)
+        layer = self.head.layer
+        self.kv = StaticKV(1, layer.heads, layer.head_dim, self.head.cos, None)
+        self.length = 0  # pairs (feature i, token i + 1) whose columns hold what the target made of them
+
+    def rollback(self, length):
+        self.length = min(self.length, max(length - 1, 0))
+
+    @property
+    def levels(self):
+        return [self.level]
+
+    def room(self, n):
+        return self.head.config["limit"] - n
+
+    def propose(self, ids, limit):
+        depth = min(limit, self.gamma.propose(), self.room(ids.shape[0]))
+        if depth < 1 or not self.ready(ids):
+            return self.proposal(ids[ids.shape[0] :], [])
+        return self.grow(ids, depth)
+
+    def refill(self, ids: LongTensor) -> tuple[Tensor, Tensor]:
+        """Feed the pairs that the target has decided since, with its true features in place of the guessed ones: the
+        guess behind the last of them, [1, d] and [1, C]."""
+        start, end = self.length, ids.shape[0] - 1
+        f = self.target.features[start:end].to(self.head.cos.dtype)
+        self.length = end
+        return self.passed(ids[start + 1 :], ids[start:end], f, start, causal_mask(start, end - start, f), None, 1)
+
+    def passed(self, tokens, before, f, start, mask, positions, keep) -> tuple[Tensor, Tensor]:
+        n = tokens.shape[0]
+        self.level.forwards += 1
+        self.kv.reserve(start + n)
+        where = slice(start, start + n) if positions is None else slice(positions, positions + 1)
+        with torch.jit.optimized_execution(False):
+            return self.run(tokens, before, f, self.kv.buffer[0], start, start + n, mask, self.head.cos[where],
+                            self.head.sin[where], keep)
+
+    def grow(self, ids: LongTensor, depth: int) -> Tree:
+        """The tree behind ids [n], at most `depth` deep."""
+        tree, base = Growth(self), ids.shape[0] - 1
+        f, logits = self.refill(ids)
+        mask = f.new_zeros(1, base)  # of the nodes to expand: all see the text
+        parents, before = [-1], ids[-1:]
+        for level in range(1, depth + 1):
+            tree.add(self.confidences(logits), parents)
+            chosen = tree.promising(level)
+            if level == depth or not chosen:
+                break
+            above = torch.tensor([parents.index(tree.parents[i]) for i in chosen], device=ids.device)
+            parents, tokens = chosen, torch.tensor([tree.tokens[i] for i in chosen], device=ids.device)
+            own = f.new_full((len(chosen),) * 2, float("-inf")).fill_diagonal_(0)
+            mask = torch.cat((mask[above], own), -1)
+            f, logits = self.passed(tokens, before[above], f[above], mask.shape[1] - len(chosen), mask, base + level - 1,
+                                    len(chosen))
+            before = tokens
+        return tree.best(ids.device)
+
+    def confidences(self, logits: Tensor) -> list[list]:
+        """Of each row of logits [n, C] the likeliest children: their log-probabilities, then their ids."""
+        logits = logits / (self.params.temperature or 1.0)
+        top, columns = logits.topk(self.branch, dim=-1)
+        logp = top - logits.logsumexp(dim=-1, keepdim=True)
+        return torch.cat((logp.double(), self.head.ids[columns].double()), -1).tolist()  # the level's synchronisation
+
+
+class Growth:
+    """The candidates of a tree: tokens, parents and the chance that each is accepted."""
+
+    def __init__(self, drafter: EagleDrafter):
+        self.drafter = drafter
+        self.tokens, self.parents, self.chance, self.latest, self.passes = [], [], [], [], 0
+
+    def add(self, rows: list[list], parents: list[int]) -> None:
+        """A level: for each of the expanded nodes `parents` its children's log-probabilities and ids."""
+        first, self.passes = len(self.tokens), self.passes + 1
+        for parent, row in zip(parents, rows):
+            above, k = 1.0 if parent < 0 else self.chance[parent], len(row) // 2
+            self.tokens += [int(x) for x in row[k:]]
+            self.parents += [parent] * k
+            self.chance += [above * math.exp(x) for x in row[:k]]
+        self.latest = sorted(range(first, len(self.tokens)), key=lambda i: -self.chance[i])
+
+    def promising(self, level: int) -> list[int]:
+        """The nodes of the latest level to expand: the best ones, none where another pass would not pay."""
+        drafter, best = self.drafter, self.chance[self.latest[0]]
+        ranked = sorted(self.chance, reverse=True)
+        if drafter.nodes is not None:
+            if len(ranked) >= drafter.nodes and best <= ranked[drafter.nodes - 1]:
+                return []  # its children have no place among the best
+        else:
+            # The best child is worth about its parent's chance times the mean confidence so far.
+            gain, speed = best ** (1 + 1 / level), self.speed(ranked)[0]
+            n = self.speed(ranked)[1]
+            more = drafter.v[min(n + 1, len(drafter.v) - 1)] - drafter.v[min(n, len(drafter.v) - 1)]
+            if gain < speed * (drafter.c + more):
+                return []
+        return self.latest[: drafter.beam]
+
+    def speed(self, ranked: list[float]) -> tuple[float, int]:
+        """The greatest expected speed with the best n candidates, in tokens per target step, and that n."""
+        drafter, tokens, best = self.drafter, 1.0, (0.0, 0)
+        spent = drafter.start + drafter.c * self.passes
+        for n, chance in enumerate(ranked[: len(drafter.v) - 1], 1):
+            tokens += chance
+            best = max(best, (tokens / (spent + drafter.v[n]), n))
+        return best
+
+    def best(self, device) -> Tree:
+        """The nodes with the greatest chances, parents first."""
+        order = sorted(range(len(self.tokens)), key=lambda i: (-self.chance[i], i))
+        n = self.drafter.nodes or self.speed([self.chance[i] for i in order])[1]
+        chosen = sorted(order[:n])
+        at = {-1: -1, **{node: i for i, node in enumerate(chosen)}}
+        tokens = torch.tensor([self.tokens[i] for i in chosen], device=device)
+        return Tree(tokens, [at[self.parents[i]] for i in chosen], None, "top-k")
