@@ -95,6 +95,17 @@ class EagleHead(Head):
         angles = torch.outer(torch.arange(limit).float(), frequency)[:, None]  # [limit, 1, head_dim / 2]
         self.cos = torch.cat((angles.cos(), angles.cos()), -1)
         self.sin = torch.cat((-angles.sin(), angles.sin()), -1)
+        self.bound()
+
+    def bound(self):
+        self.step = []  # the pass of decoding, once it is made; a list, as it is no part of the state
+
+    def forward(self, *step) -> tuple[Tensor, Tensor]:
+        """A step of decoding, see DraftPass; made on the first call, when the layers are on their engine."""
+        if not self.step:
+            self.step.append(without_python(DraftPass(self).eval()))
+        with torch.jit.optimized_execution(False):
+            return self.step[0](*step)
 
     def build(self, d: int, inner: int, heads: int, extra: int) -> None:
         """The trained parts: the way in, the layer, the way out to the output matrix."""
@@ -293,7 +304,6 @@ class EagleDrafter(HeadDrafter):
             raise ValueError(f"nodes, branch and beam must be at least 1, got {nodes}, {branch} and {beam}")
         self.nodes, self.v, self.c, self.start = nodes, v, c, start
         self.branch, self.beam = min(branch, len(head.ids)), beam
-        self.run = without_python(DraftPass(head).eval())
 
     def begin(self, target, params, generator):
         super().begin(target, params, generator)
@@ -330,9 +340,8 @@ class EagleDrafter(HeadDrafter):
         self.level.forwards += 1
         self.kv.reserve(start + n)
         where = slice(start, start + n) if positions is None else slice(positions, positions + 1)
-        with torch.jit.optimized_execution(False):
-            return self.run(tokens, before, f, self.kv.buffer[0], start, start + n, mask, self.head.cos[where],
-                            self.head.sin[where], keep)
+        return self.head(tokens, before, f, self.kv.buffer[0], start, start + n, mask, self.head.cos[where],
+                         self.head.sin[where], keep)
 
     def grow(self, ids: LongTensor, depth: int) -> Tree:
         """The tree behind ids [n], at most `depth` deep."""
