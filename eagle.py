@@ -83,6 +83,7 @@ class EagleHead(Head):
     """
 
     kind = "eagle"
+    stages = 1  # modules that follow one another in a draft, before the last of them is applied again (mtp.py)
 
     def __init__(self, hidden: int, vocab: int, kept: int = 0, inner: int = 1536, heads: int = 9, copying: bool = True,
                  limit: int = 8192, **more):
@@ -98,27 +99,33 @@ class EagleHead(Head):
         self.bound()
 
     def bound(self):
-        self.step = []  # the pass of decoding, once it is made; a list, as it is no part of the state
+        self.passes = {}  # of decoding, by module, once they are made; a dict, as they are no part of the state
 
-    def forward(self, *step) -> tuple[Tensor, Tensor]:
+    def forward(self, *step, module: int = 0) -> tuple[Tensor, Tensor]:
         """A step of decoding, see DraftPass; made on the first call, when the layers are on their engine."""
-        if not self.step:
-            self.step.append(without_python(DraftPass(self).eval()))
+        if module not in self.passes:
+            self.passes[module] = without_python(DraftPass(self, module).eval())
         with torch.jit.optimized_execution(False):
-            return self.step[0](*step)
+            return self.passes[module](*step)
 
     def build(self, d: int, inner: int, heads: int, extra: int) -> None:
         """The trained parts: the way in, the layer, the way out to the output matrix."""
         self.enter, self.layer, self.leave = Concatenated(d), DecoderLayer(d, inner, heads, extra), nn.Identity()
 
+    def stage(self, step: int) -> tuple[int, nn.Module, DecoderLayer]:
+        """What makes step `step` of a draft, counted from 0: the number of the module, its way in and its layer."""
+        return 0, self.enter, self.layer
+
+    @torch.no_grad()
     def start(self, tied: bool) -> None:
         """The values before training. tied: whether the target's output matrix is its embedding."""
-        self.enter.start()
-        with torch.no_grad():
-            self.layer.o.weight *= 0.1
-            self.layer.down.weight *= 0.1
-        if self.code is not None:
-            plant(self, tied)
+        for module in range(self.stages):
+            _, enter, layer = self.stage(module)
+            enter.start()
+            layer.o.weight *= 0.1
+            layer.down.weight *= 0.1
+            if self.code is not None:
+                plant(self, layer, tied)
 
     def extra(self, e: Tensor, before: Tensor) -> Tensor:
         """What the attention sees besides: the embedding, and the code of the one before. [..., d + the code's size] or none."""
@@ -132,24 +139,29 @@ class EagleHead(Head):
 
         ids [B, L], features [B, L - 1, d] -> for each step s the start positions i [N] and the guessed features
         f_(i + 1 + s) [B, N, d]. A draft that starts at i sees, as in decoding, the target's features up to i and its own
-        steps. share: of the positions, drawn anew for each step behind the first; the same ones go on.
+        steps; of module m what it makes of the tokens that are known, which are those up to i - m, and its own steps.
+        share: of the positions, drawn behind the first step of the last module; they go on.
         """
-        e, out = F.embedding(ids, self.embedding), []
-        at, f, kept = torch.arange(ids.shape[1] - 2), features[:, : ids.shape[1] - 2], []
+        e, out, kept = F.embedding(ids, self.embedding), [], []
+        at, f = torch.arange(ids.shape[1] - 2), features[:, : ids.shape[1] - 2]
         for s in range(steps):
+            m, enter, layer = self.stage(s)
             if s > 0:
                 chosen = at + s < ids.shape[1] - 2
-                if s == 1 and share < 1:
+                if s == self.stages and share < 1:
                     chosen &= torch.rand(len(at)) < share
                 chosen = chosen.nonzero()[:, 0]
                 at, f = at[chosen], f[:, chosen]
                 kept = [(k, v) if t == 0 else (k[:, :, chosen], v[:, :, chosen]) for t, (k, v) in enumerate(kept)]
-            x = self.enter(e[:, at + 1 + s], f)
-            states = self.layer.states(x, self.extra(e[:, at + 1 + s], e[:, at + s]))
-            q, k, v = turned(states, self.cos[at + s], self.sin[at + s], self.layer.heads)
-            kept.append((k, v))
-            attended = drafts_attention(q, kept, at)
-            f = self.layer.mlp(x + self.layer.o(attended.transpose(1, 2).flatten(2)))
+            x = enter(e[:, at + 1 + s], f)
+            states = layer.states(x, self.extra(e[:, at + 1 + s], e[:, at + s]))
+            q, k, v = turned(states, self.cos[at + s], self.sin[at + s], layer.heads)
+            if s == m:
+                kept = [(k, v)]
+            if s > 0:
+                kept.append((k, v))
+            attended = drafts_attention(q, kept, at - m)
+            f = layer.mlp(x + layer.o(attended.transpose(1, 2).flatten(2)))
             out.append((at, f))
         return out
 
@@ -199,8 +211,8 @@ def turned(states: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor
 
 
 def drafts_attention(q: Tensor, kept: list[tuple[Tensor, Tensor]], at: LongTensor) -> Tensor:
-    """Attention of drafts that start at the positions `at` [N]: each sees the first step's keys up to its start, and of
-    the later steps its own ones. q [B, heads, N, head_dim] -> likewise."""
+    """Attention of drafts: each sees of the first keys those up to its position `at` [N], and its own later steps.
+    q [B, heads, N, head_dim] -> likewise."""
     (k, v), *own = kept
     if not own:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -213,15 +225,15 @@ def drafts_attention(q: Tensor, kept: list[tuple[Tensor, Tensor]], at: LongTenso
 
 
 @torch.no_grad()
-def plant(head: EagleHead, tied: bool) -> None:
-    """Start the attention as a circuit that copies (an induction head, Olsson et al. 2022): queries are the present
-    token's code, keys the code of the token before, values the embedding of the present one. A match is a place where the
-    present token stood before its last one, and what is copied there is the token that followed.
+def plant(head: EagleHead, layer: DecoderLayer, tied: bool) -> None:
+    """Start a layer's attention as a circuit that copies (an induction head, Olsson et al. 2022): queries are the
+    present token's code, keys the code of the token before, values the embedding of the present one. A match is a place
+    where the present token stood before its last one, and what is copied there is the token that followed.
 
     Text that a small target writes repeats itself, and a few million tokens are too few for training to find this. With
     an output matrix that is not the embedding only the matching is planted.
     """
-    layer, (size, d) = head.layer, head.code.weight.shape
+    size, d = head.code.weight.shape
     D, H = layer.head_dim, layer.heads
     e = level(head.embedding)
     head.code.weight.copy_(torch.linalg.qr(torch.randn(d, size, generator=torch.Generator().manual_seed(0)))[0].T)
@@ -251,30 +263,28 @@ def plant(head: EagleHead, tied: bool) -> None:
 
 
 class DraftPass(nn.Module):
-    """Embedding, layer and output matrix of a head for decoding: one sequence, keys and values kept. Also TorchScript."""
+    """Embedding, a module and the output matrix of a head for decoding: one sequence, keys and values kept. Also
+    TorchScript."""
 
-    def __init__(self, head: EagleHead):
+    def __init__(self, head: EagleHead, module: int = 0):
         super().__init__()
         self.embedding, self.copying = head.embedding, head.code is not None
         self.code = head.code if self.copying else nn.Identity()
-        self.enter, self.layer, self.leave, self.out = head.enter, head.layer, head.leave, head.out
+        _, self.enter, self.layer = head.stage(module)
+        self.leave, self.out = head.leave, head.out
 
     def forward(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, width: int, mask: Tensor,
                 cos: Tensor, sin: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-        """tokens [n] behind the tokens `before` [n], whose features are f [n, d]: the guessed features of `tokens` and
-        the logits of what follows them, [keep, d] and [keep, C]. columns, start, width, mask: see DecoderLayer."""
+        """tokens [n] behind the tokens `before` [n], whose features are f [n, d]: the guessed features of `tokens`
+        [n, d], and logits [keep, C] of what follows the last of them. columns, start, width, mask: see DecoderLayer."""
         e = F.embedding(tokens, self.embedding)
         extra = e[:, :0]
         if self.copying:
             b = F.embedding(before, self.embedding)
             size = e.shape[-1:]
             extra = torch.cat((F.rms_norm(e, size), self.code(F.rms_norm(b, size))), -1)
-        x = self.layer(self.enter(e, f), extra, columns, start, width, mask, cos, sin)[x_from(tokens, keep) :]
-        return x, self.out(self.leave(x))
-
-
-def x_from(tokens: Tensor, keep: int) -> int:
-    return tokens.shape[0] - keep
+        x = self.layer(self.enter(e, f), extra, columns, start, width, mask, cos, sin)
+        return x, self.out(self.leave(x[x.shape[0] - keep :]))
 
 
 # --------------------------------------------------------------------------------------------------- the tree
@@ -308,7 +318,7 @@ class EagleDrafter(HeadDrafter):
     def begin(self, target, params, generator):
         super().begin(target, params, generator)
         layer = self.head.layer
-        self.kv = StaticKV(1, layer.heads, layer.head_dim, self.head.cos, None)
+        self.kv = StaticKV(self.head.stages, layer.heads, layer.head_dim, self.head.cos, None)
         self.length = 0  # pairs (feature i, token i + 1) whose columns hold what the target made of them
 
     def rollback(self, length):
@@ -333,15 +343,23 @@ class EagleDrafter(HeadDrafter):
         start, end = self.length, ids.shape[0] - 1
         f = self.target.features[start:end].to(self.head.cos.dtype)
         self.length = end
-        return self.passed(ids[start + 1 :], ids[start:end], f, start, causal_mask(start, end - start, f), None, 1)
+        f, logits = self.passed(ids[start + 1 :], ids[start:end], f, start, causal_mask(start, end - start, f), None, 1)
+        return f[-1:], logits
 
-    def passed(self, tokens, before, f, start, mask, positions, keep) -> tuple[Tensor, Tensor]:
+    def expand(self, step: int, tokens, before, f, mask, base: int) -> tuple[Tensor, Tensor]:
+        """Step `step` of the draft behind `base` pairs, for nodes that are told as in DraftPass. mask: what they see of
+        the pairs and of the nodes fed so far, which end in themselves. [n, d] and [n, C]."""
+        n = len(tokens)
+        return self.passed(tokens, before, f, mask.shape[1] - n, mask, base + step - 1, n)
+
+    def passed(self, tokens, before, f, start, mask, position, keep, module=0) -> tuple[Tensor, Tensor]:
+        """A pass (see DraftPass) of a module. position: of all tokens; None: start, start + 1, ..."""
         n = tokens.shape[0]
         self.level.forwards += 1
         self.kv.reserve(start + n)
-        where = slice(start, start + n) if positions is None else slice(positions, positions + 1)
-        return self.head(tokens, before, f, self.kv.buffer[0], start, start + n, mask, self.head.cos[where],
-                         self.head.sin[where], keep)
+        where = slice(start + module, start + module + n) if position is None else slice(position, position + 1)
+        return self.head(tokens, before, f, self.kv.buffer[module], start, start + n, mask, self.head.cos[where],
+                         self.head.sin[where], keep, module=module)
 
     def grow(self, ids: LongTensor, depth: int) -> Tree:
         """The tree behind ids [n], at most `depth` deep."""
@@ -358,8 +376,7 @@ class EagleDrafter(HeadDrafter):
             parents, tokens = chosen, torch.tensor([tree.tokens[i] for i in chosen], device=ids.device)
             own = f.new_full((len(chosen),) * 2, float("-inf")).fill_diagonal_(0)
             mask = torch.cat((mask[above], own), -1)
-            f, logits = self.passed(tokens, before[above], f[above], mask.shape[1] - len(chosen), mask, base + level - 1,
-                                    len(chosen))
+            f, logits = self.expand(level, tokens, before[above], f[above], mask, base)
             before = tokens
         return tree.best(ids.device)
 
