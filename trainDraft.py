@@ -496,14 +496,14 @@ class Shards:
         for path in sorted(self.folder.glob("*.npz")):
             if path.name not in self.names and self.whole(path):
                 self.names.add(path.name)
-                self.loaded.append(self.load(path))
+                self.take(path)
         self.weights = np.array([len(s["length"]) for s in self.loaded], dtype=float)
 
     def whole(self, path):
         return True
 
-    def load(self, path):
-        return dict(np.load(path))
+    def take(self, path):
+        self.loaded.append(dict(np.load(path)))
 
     def counts(self):
         """Tokens by (source, how they were written)."""
@@ -920,6 +920,13 @@ def check(args):
         raise ValueError(f"--layers {args.layers} is too few to plant a copying circuit; add --no-plant")
     if not args.evaluate and args.only in (None, "train") and not (args.steps > 0 or args.minutes > 0):
         raise ValueError("give --steps N or --minutes M above 0")
+    check_files(args)
+    if not (args.only or args.evaluate) and not (args.text or args.prompts or args.samples):
+        raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples")
+
+
+def check_files(args):
+    """Raise ValueError for texts, prompts, samples or held-out files that are not there, or weights that cannot be."""
     for spec in args.text + args.prompts + args.samples:
         try:
             path, weight = split_weight(spec)
@@ -933,8 +940,6 @@ def check(args):
     weights = [split_weight(spec)[1] for spec in args.text + args.prompts + args.samples]
     if weights and not 0 < sum(weights) < math.inf:
         raise ValueError("the weights of --text, --prompts and --samples need a sum above 0")
-    if not (args.only or args.evaluate) and not (args.text or args.prompts or args.samples):
-        raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples")
 
 
 def load(name, dtype):
