@@ -193,7 +193,7 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def look_at(self, ids: LongTensor, features: Tensor) -> None:
-        for _, f in self.unroll(ids[None], features[None, :-1], 2):
+        for _, f in self.unroll(ids[None], features[None, :-1], self.stages + 1):
             self.out(self.leave(f))
 
 
