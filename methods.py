@@ -11,6 +11,9 @@ import re
 import resource
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +21,24 @@ import torch
 
 from cachedModel import CachedModel
 from costModel import Costs, draft_times, step_times
-from metrics import Generation, clock, run_record
+from eagle import EagleDrafter, EagleHead
+from medusa import MedusaDrafter, MedusaHead, expected_length
+from metrics import Generation, clock, median, run_record
+from mtp import MTPDrafter, MTPHead
 from peers import LlamaCpp, hf_assisted, hf_generate, hf_lookup, room_for
 from PPL import generated_perplexity
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
                           ModelDrafter, NGramDrafter, drafted_sampling, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi)
+from treeSampling import TreeDrafter, TypicalAcceptance
 from utils import SamplingParams
 
-MAX_GAMMA = 16  # up to which controllers go, and costs are measured
+MAX_GAMMA = 16         # up to which controllers go, and costs are measured
+MAX_NODES = 64         # the same of the nodes of a token tree, where costs choose
+MOST_NODES = 512       # that may be asked for
+TRIAL_NODES, TRIAL_TOKENS = 16, 24  # of the generation that shows what a head's passes cost
+CHILDREN = (2, 2, 1)   # of the nodes of `tree`, level by level
 
 
 @dataclass
@@ -43,14 +54,30 @@ class Setup:
     stock_target: object = None  # what transformers' methods run on: the same or, with --peers, unmodified models
     stock_draft: object | None = None
     llama: LlamaCpp | None = None
+    heads: dict = field(default_factory=dict)  # kind -> its heads.Head on the engine
     engine: str = "eager"  # in use; engine_note has the reason, where it is another than asked for
     engine_note: str = ""
     costs: Costs | None = None  # measured before any decoding, as are the seconds of the drafts' passes
-    # (a step behind another model's pass, a step behind a step, a pass over a round of the stage below) of each draft
+    # (a step behind another model's pass, a step behind a step, a pass over a round of the stage below) of each draft,
+    # then of each head
     draft_times: list = field(default_factory=list)
 
     def multi_gammas(self) -> list[int]:
         return list(self.args.gammas or [self.args.gamma] * len(self.drafts))
+
+    # The costs of chains and of trees, which do not depend on the other methods of the run.
+    @property
+    def chain_v(self) -> list[float]:
+        return self.costs.v[: max(self.args.gamma, MAX_GAMMA) + 1]
+
+    @property
+    def tree_v(self) -> list[float]:
+        return self.costs.v[: MAX_NODES + 1]
+
+    def head_costs(self, kind: str) -> tuple[float, float]:
+        """c and start of a head: what its pass takes, and what the first one of a round takes more, in target steps."""
+        first, later, _ = self.draft_times[len(self.drafts) + list(self.heads).index(kind)]
+        return later / self.costs.t_target, max(0.0, first - later) / self.costs.t_target
 
 
 # name -> the controller of `dynamic`; gamma is where it starts
@@ -59,8 +86,32 @@ CONTROLLERS = {
     "aimd": lambda s: AIMDGamma(s.args.gamma, high=max(s.args.gamma, MAX_GAMMA)),
     "heuristic": lambda s: HeuristicGamma(s.args.gamma, high=max(s.args.gamma, MAX_GAMMA)),
     "confidence": lambda s: ConfidenceGamma(max(s.args.gamma, MAX_GAMMA)),
-    "cost": lambda s: CostAwareGamma(s.costs.c, s.costs.v, start=s.costs.start),
+    "cost": lambda s: CostAwareGamma(s.costs.c, s.chain_v, start=s.costs.start),
 }
+
+
+HEADS = {"medusa": MedusaHead, "eagle": EagleHead, "mtp": MTPHead}
+
+
+def medusa(s: Setup, nodes: int | None) -> MedusaDrafter:
+    """Its passes are one a round: c is that of the first."""
+    if nodes is not None:
+        return MedusaDrafter(s.heads["medusa"], nodes=nodes)
+    return MedusaDrafter(s.heads["medusa"], v=s.tree_v, c=sum(s.head_costs("medusa")))
+
+
+def growing(s: Setup, kind: str, nodes: int | None) -> EagleDrafter:
+    """A tree that grows by the head's confidence."""
+    drafter = {"eagle": EagleDrafter, "mtp": MTPDrafter}[kind]
+    if nodes is not None:
+        return drafter(s.heads[kind], nodes)
+    c, start = s.head_costs(kind)
+    return drafter(s.heads[kind], v=s.tree_v, c=c, start=start)
+
+
+def beside_lookup(s: Setup, kind: str, nodes: int | None) -> CombinedDrafter:
+    c, start = s.head_costs(kind)
+    return CombinedDrafter(DRAFTERS[kind](s, nodes), c, s.tree_v, start=start)
 
 
 # The drafter of a method, from its setting.
@@ -68,16 +119,25 @@ DRAFTERS = {
     "spec": lambda s, gamma: ModelDrafter(s.draft, gamma),
     "dynamic": lambda s, controller: ModelDrafter(s.draft, CONTROLLERS[controller](s)),
     "lookup": lambda s, gamma: NGramDrafter(gamma),
-    "combined": lambda s, _: CombinedDrafter(s.draft, s.costs.c, s.costs.v, start=s.costs.start),
+    "combined": lambda s, _: CombinedDrafter(s.draft, s.costs.c, s.chain_v, start=s.costs.start),
+    "tree": lambda s, children: TreeDrafter(s.draft, children, s.args.tree_rule),
+    "medusa": medusa,
+    "medusa-typical": medusa,
+    "eagle": lambda s, nodes: growing(s, "eagle", nodes),
+    "mtp": lambda s, nodes: growing(s, "mtp", nodes),
+    **{f"lookup+{kind}": lambda s, nodes, kind=kind: beside_lookup(s, kind, nodes) for kind in HEADS},
 }
+
+ACCEPTANCES = {"medusa-typical": TypicalAcceptance()}  # of lossy methods: name -> the rule in place of verify_tree's
 
 
 @dataclass(frozen=True)
 class Method:
     """One row of the table. run(setup, ids, params, setting, on_tokens) -> Generation.
 
-    lossless: whether it emits the target's law; None: the law of other kernels. models: what it needs, "", "draft" or
-    "drafts" (two or more). setting: what may stand behind a colon in --methods, "gamma", "controller" or "".
+    lossless: whether it emits the target's law; None: the law of other kernels. models: what it needs, "", "draft",
+    "drafts" (two or more) or the kind of a head. setting: what may stand behind a colon in --methods, a key of SETTINGS
+    or "".
     """
 
     run: object
@@ -85,6 +145,11 @@ class Method:
     models: str
     setting: str
     about: str
+
+    @property
+    def tree(self) -> bool:
+        """Whether it verifies token trees."""
+        return self.setting in ("nodes", "children")
 
 
 def run_small(s, ids, params, setting=None, on_tokens=None):
@@ -109,12 +174,12 @@ def run_multi(s, ids, params, setting=None, on_tokens=None):
     return speculative_sampling_multi(s.target, s.drafts, ids, params, s.multi_gammas(), on_tokens)
 
 
-def run_lookup(s, ids, params, gamma, on_tokens=None):
-    return drafted_sampling(s.target, DRAFTERS["lookup"](s, gamma), ids, params, on_tokens)
-
-
-def run_combined(s, ids, params, setting=None, on_tokens=None):
-    return drafted_sampling(s.target, DRAFTERS["combined"](s, setting), ids, params, on_tokens)
+def run_drafted(name):
+    """The `run` of a method that is nothing but its drafter."""
+    def run(s, ids, params, setting=None, on_tokens=None):
+        drafter = DRAFTERS[name](s, setting)
+        return drafted_sampling(s.target, drafter, ids, params, on_tokens, ACCEPTANCES.get(name))
+    return run
 
 
 def run_hf(s, ids, params, setting=None, on_tokens=None):
@@ -150,15 +215,32 @@ TABLE = {
     "spec": Method(run_spec, True, "draft", "gamma", "speculative, fixed gamma"),
     "dynamic": Method(run_dynamic, True, "draft", "controller", "speculative, gamma from a controller"),
     "multi": Method(run_multi, True, "drafts", "", "speculative in stages"),
-    "lookup": Method(run_lookup, True, "", "gamma", "prompt lookup proposes, no model"),
-    "combined": Method(run_combined, True, "draft", "", "prompt lookup or the draft, as pays best"),
+    "lookup": Method(run_drafted("lookup"), True, "", "gamma", "prompt lookup proposes, no model"),
+    "combined": Method(run_drafted("combined"), True, "draft", "", "prompt lookup or the draft, as pays best"),
+    "tree": Method(run_drafted("tree"), True, "draft", "children", "several drafts of the draft model, as a tree"),
+    "medusa": Method(run_drafted("medusa"), True, "medusa", "nodes", "heads that guess tokens further on, as a tree"),
+    "medusa-typical": Method(run_drafted("medusa-typical"), False, "medusa", "nodes", "typical acceptance (lossy)"),
+    "eagle": Method(run_drafted("eagle"), True, "eagle", "nodes", "a layer that goes on with the target's features"),
+    "mtp": Method(run_drafted("mtp"), True, "mtp", "nodes", "multi-token prediction modules"),
+    **{f"lookup+{kind}": Method(run_drafted(f"lookup+{kind}"), True, kind, "nodes", "prompt lookup or the head")
+       for kind in HEADS},
     "hf": Method(run_hf, True, "", "", "transformers' generate"),
     "hf-assisted": Method(run_hf_assisted, True, "draft", "gamma", "transformers' assisted generation"),
     "hf-lookup": Method(run_hf_lookup, True, "", "gamma", "transformers' prompt lookup"),
     "llama-cpp": Method(run_llama_cpp, None, "", "", "llama.cpp's plain decoding of the GGUF file"),
     "draft-score": Method(run_draft_score, False, "draft", "", "the draft writes, the target scores (lossy)"),
 }
-DRAFTED = ("spec", "dynamic", "multi", "lookup", "combined")  # ours, whose speed the costs predict
+DRAFTED = (*DRAFTERS, "multi")  # ours, whose speed the costs predict
+
+
+# What may stand behind the colon: how it is written, what it is, for instance, and what is made of it.
+SETTINGS = {
+    "gamma": (r"[1-9]\d*", "a gamma of 1 or more", "4", int),
+    "controller": ("|".join(CONTROLLERS), "a controller", ", ".join(CONTROLLERS), str),
+    "nodes": (r"[1-9]\d*", "a number of nodes", "16", int),
+    "children": (r"[1-9]\d*(x[1-9]\d*)*", "how many children the nodes of each level have", "2x2x1",
+                 lambda text: tuple(map(int, text.split("x")))),
+}
 
 
 def name_of(label: str) -> str:
@@ -167,12 +249,25 @@ def name_of(label: str) -> str:
 
 
 def setting_of(args, label: str):
-    """What its label sets behind the colon, else the flag's: a gamma, a controller's name, or None."""
+    """What its label sets behind the colon, else the flag's: a gamma, a controller's name, nodes (None: as costs
+    advise), children of each level, or None where there is nothing to set."""
     name, colon, setting = label.partition(":")
     kind = TABLE[name].setting
     if not colon:
-        return getattr(args, kind) if kind else None
-    return int(setting) if kind == "gamma" else setting
+        return CHILDREN if kind == "children" else getattr(args, kind) if kind else None
+    return SETTINGS[kind][-1](setting)
+
+
+def most_nodes(args, label: str) -> int | None:
+    """The most tokens a round of it verifies besides the last one, where that is settled beforehand."""
+    setting = setting_of(args, label)
+    if TABLE[name_of(label)].setting == "children":
+        return sum(accumulate(setting, mul))
+    return setting if isinstance(setting, int) else None
+
+
+def any_trees(labels) -> bool:
+    return any(TABLE[name_of(label)].tree for label in labels)
 
 
 def decoded(s: Setup, label: str, ids: list[int], params: SamplingParams, on_tokens=None) -> Generation:
@@ -180,7 +275,7 @@ def decoded(s: Setup, label: str, ids: list[int], params: SamplingParams, on_tok
     return TABLE[name_of(label)].run(s, ids, params, setting_of(s.args, label), on_tokens)
 
 
-def check_label(label: str) -> None:
+def check_label(args, label: str) -> None:
     """Raises ValueError unless the label is a method, with a setting behind a colon if it has one."""
     name, colon, setting = label.partition(":")
     if name not in TABLE:
@@ -188,28 +283,35 @@ def check_label(label: str) -> None:
     kind = TABLE[name].setting
     if colon and not kind:
         raise ValueError(f"--methods {label}: {name} takes no setting")
-    if colon and kind == "gamma" and not (setting.isdecimal() and int(setting) >= 1):
-        raise ValueError(f"--methods {label}: a gamma of 1 or more must follow the colon")
-    if colon and kind == "controller" and setting not in CONTROLLERS:
-        raise ValueError(f"--methods {label}: a controller must follow the colon: {', '.join(CONTROLLERS)}")
+    if colon and not re.fullmatch(SETTINGS[kind][0], setting, re.ASCII):
+        _, what, such_as, _ = SETTINGS[kind]
+        raise ValueError(f"--methods {label}: {what} must follow the colon: {such_as}")
+    if TABLE[name].tree and (most_nodes(args, label) or 0) > MOST_NODES:
+        raise ValueError(f"--methods {label}: {most_nodes(args, label)} nodes are more than {MOST_NODES}")
+
+
+def needs_costs(args, label: str) -> bool:
+    """Whether it cannot run before prepare_costs."""
+    name, setting = name_of(label), setting_of(args, label)
+    return setting == "cost" or name.startswith(("combined", "lookup+")) or (
+        setting is None and TABLE[name].setting == "nodes")
 
 
 # ------------------------------------------------------------------------------------- what the costs predict
 
 
 def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
-    """Measure, before any decoding, what passes of target and drafts cost on this engine in the middle of a generation:
-    the controllers are told, and the speedup is predicted from it. A no-op if no method drafts.
+    """Measure, before any decoding, what passes of target, drafts and heads cost on this engine in the middle of a
+    generation: the controllers are told, and the speedup is predicted from it. A no-op if no method drafts.
 
-    Widths between the measured ones are interpolated: they are for large gammas, where the curve is smooth.
+    Widths between the measured ones are interpolated: they are for large gammas and trees, where the curve is smooth.
     """
     drafted = [label for label in labels if name_of(label) in DRAFTED]
     if not drafted:
         return
     print("measuring the costs of a draft step and of a verification ...", flush=True)
-    gammas = [setting_of(s.args, label) for label in drafted if TABLE[name_of(label)].setting == "gamma"]
     room, *shorter = (CachedModel(model).context_length or 2**62 for model in (s.target, *s.drafts))
-    high = max(1, min(max(MAX_GAMMA, s.args.gamma, *s.multi_gammas(), *gammas), s.args.max_len - 1, room - 2))
+    high = max(1, min(widest(s, drafted), room - 2))
     prefix = max(1, min(prompt_tokens + s.args.max_len // 2, room - max(high + 1, 4)))
     widths = [n for n in (*range(1, 10), 13, 17, 25, 33, 49, 65, 97, 129, 257, 513) if n <= high] + [high + 1]
     params = SamplingParams(s.args.temperature, s.args.top_k, s.args.top_p)
@@ -223,18 +325,42 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
     first, later, _ = s.draft_times[s.drafts.index(s.draft)] if s.draft is not None else (0.0, 0.0, 0.0)
     v = np.interp(range(1, high + 2), widths, times) / times[0]
     s.costs = Costs(times[0], later, v.tolist(), start=max(0.0, first - later) / times[0])
+    s.draft_times += [head_times(s, kind, prefix, params) for kind in s.heads]
+
+
+def widest(s: Setup, drafted) -> int:
+    """The most tokens that a round of these methods verifies besides the last one: a chain is no longer than what is
+    left of the text, a tree is that deep, not that large."""
+    sizes = {label: most_nodes(s.args, label) for label in drafted}
+    chains = [size for label, size in sizes.items() if size is not None and not TABLE[name_of(label)].tree]
+    trees = [max(size or 0, MAX_NODES if needs_costs(s.args, label) else 0) for label, size in sizes.items()
+             if TABLE[name_of(label)].tree]
+    return max(min(max(MAX_GAMMA, s.args.gamma, *s.multi_gammas(), *chains), s.args.max_len - 1), *trees, 1)
+
+
+def head_times(s: Setup, kind: str, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
+    """Median seconds of a pass of a head right behind the target's, and behind another pass of its own (the same where
+    there is none), over a short generation that proposes small trees; the last once more, as for a draft."""
+    ids = [i % CachedModel(s.target).vocab_size for i in range(prefix)]
+    with Watch(s, partial(clock, s.target.device)) as watch:
+        drafted_sampling(s.target, DRAFTERS[kind](s, TRIAL_NODES), ids,
+                         replace(params, max_new_tokens=TRIAL_TOKENS, seed=0))
+    slot = 1 + len(s.drafts) + list(s.heads).index(kind)
+    behind_target, behind_own = watch.times[slot, True][1:], watch.times[slot, False]  # the very first reads the prompt
+    later = median(behind_own or behind_target) or 0.0
+    return median(behind_target) or later, later, later
 
 
 def speedup_of_run(s: Setup, name: str, out: Generation, watch) -> float | None:
     """What the measured costs say of a run's rounds: its tokens at the price of a target step each, over the price of
-    its rounds, each the passes of the drafts and one of the target over proposed + 1 tokens.
+    its rounds, each the passes of the drafts and heads and one of the target over its nodes and the last token.
 
     Without the first round, which holds the prefill. None where no drafter of ours proposed.
     """
     rounds = out.rounds[1:]
     if s.costs is None or name not in DRAFTED or not rounds:
         return None
-    target = s.costs.t_target * sum(s.costs.v[r.proposed] for r in rounds)
+    target = s.costs.t_target * sum(s.costs.v[min(r.nodes, len(s.costs.v) - 1)] for r in rounds)
     drafts = 0.0
     for i, (calls, firsts) in enumerate(watch.draft_calls_later()):
         first, later, wide = s.draft_times[i]
@@ -247,21 +373,37 @@ def speedup_of_run(s: Setup, name: str, out: Generation, watch) -> float | None:
 
 
 class Watch:
-    """Counts the forward passes of target and drafts and, on a CPU, the seconds inside them, with hooks that
-    see every method alike, transformers' own among them. An engine's written-out pass (model.lean) is called in
-    place of the model's."""
+    """Counts the forward passes of target, drafts and heads and takes the seconds inside them, with hooks that see
+    every method alike, transformers' own among them. An engine's written-out pass (model.lean) is called in place of
+    the model's.
 
-    def __init__(self, s: Setup):
-        self.timed = s.target.device.type == "cpu"
-        models = [s.target, *s.drafts]
+    now() -> seconds; unless it waits for the device, what it tells of passes on a GPU is of no use.
+    """
+
+    def __init__(self, s: Setup, now=time.perf_counter):
+        self.now = now
+        models = [s.target, *s.drafts, *s.heads.values()]
         slots = dict(zip(models, range(len(models))))
         if s.stock_target is not s.target:
             slots[s.stock_target] = 0
             slots |= {s.stock_draft: slots[s.draft]} if s.draft is not None else {}
         self.passes = [(part, i) for model, i in slots.items() for part in (model, getattr(model, "lean", None))
                        if part is not None]
-        self.calls, self.seconds, self.at_first_commit = [0] * len(models), 0.0, None
-        self.firsts, self.latest = [0] * len(models), None  # passes right behind one of another model
+        self.at_first_commit, self.latest = None, None
+        # Of each model the seconds of its passes right behind one of another model (True), and of the others.
+        self.times = {(i, first): [] for i in range(len(models)) for first in (True, False)}
+
+    @property
+    def calls(self) -> list[int]:
+        return [first + later for first, later in self.counts()]
+
+    @property
+    def seconds(self) -> float:
+        return sum(map(sum, self.times.values()))
+
+    def counts(self) -> list[tuple[int, int]]:
+        """Of each model, its passes right behind one of another model, and the others."""
+        return [(len(self.times[i, True]), len(self.times[i, False])) for i in range(len(self.times) // 2)]
 
     def __enter__(self):
         self.hooks = []
@@ -271,23 +413,21 @@ class Watch:
         return self
 
     def begin(self):
-        self.started = time.perf_counter()
+        self.started = self.now()
 
     def end(self, i):
-        self.seconds += time.perf_counter() - self.started
-        self.calls[i] += 1
-        self.firsts[i] += self.latest != i
+        self.times[i, self.latest != i].append(self.now() - self.started)
         self.latest = i
 
     def committed(self, tokens):
         if self.at_first_commit is None:
-            self.at_first_commit = list(zip(self.calls, self.firsts))
+            self.at_first_commit = self.counts()
 
     def draft_calls_later(self) -> list[tuple[int, int]]:
-        """Of each draft, its forward passes behind the first commit, and how many of them came right behind a pass of
-        another model."""
-        return [(calls - c, firsts - f)
-                for calls, firsts, (c, f) in zip(self.calls[1:], self.firsts[1:], self.at_first_commit[1:])]
+        """Of each draft, then of each head, its forward passes behind the first commit, and how many of them came right
+        behind a pass of another model."""
+        return [(first + later - f - l, first - f)
+                for (first, later), (f, l) in zip(self.counts()[1:], self.at_first_commit[1:])]
 
     def __exit__(self, *_):
         for hook in self.hooks:
@@ -317,12 +457,12 @@ def measured(s: Setup, label: str, ids: list[int], params: SamplingParams, promp
     return run_record(
         out, prompt, repeat, **identity(s, label), tokens=out.tokens, finish_reason=out.finish_reason,
         peak_memory_mb=peak_memory_mb(device),
-        loop_share=1 - watch.seconds / wall if wall and seen and watch.timed else None,
+        loop_share=1 - watch.seconds / wall if wall and seen and device.type == "cpu" else None,
         predicted=speedup_of_run(s, name_of(label), out, watch),
     )
 
 
-IDENTITY = ("label", "method", "gamma", "controller", "engine", "lossless", "law")
+IDENTITY = ("label", "method", "gamma", "controller", "node_budget", "tree_rule", "engine", "lossless", "law")
 
 
 def identity(s: Setup, label: str) -> dict:
@@ -341,8 +481,21 @@ def identity(s: Setup, label: str) -> dict:
         law = "lossy"
     elif theirs and engine == "int8":
         lossless, law = None, "int8 hf pass"
-    return {"label": label, "method": name, "gamma": s.multi_gammas() if name == "multi" else setting,
-            "controller": setting if name == "dynamic" else None, "engine": engine, "lossless": lossless, "law": law}
+    tree = TABLE[name].tree
+    return {"label": label, "method": name, "gamma": s.multi_gammas() if name == "multi" else None if tree else setting,
+            "controller": setting if name == "dynamic" else None,
+            "node_budget": most_nodes(s.args, label) if tree else None,
+            "tree_rule": None if not tree else s.args.tree_rule if name == "tree" else "top-k",
+            "engine": engine, "lossless": lossless, "law": law}
+
+
+def plan_of(s: Setup, label: str) -> dict:
+    """What the row of a fixed tree tells of it: its paths, the accuracy of each guess of each head on the calibration
+    text, and the tokens per round that are expected from these; of other methods nothing."""
+    if TABLE[name_of(label)].models != "medusa" or name_of(label).startswith("lookup"):
+        return {}
+    tree, accuracy = medusa(s, setting_of(s.args, label)).tree, s.heads["medusa"].config["accuracy"]
+    return {"tree": tree, "accuracy": accuracy, "expected_tokens": accuracy and expected_length(accuracy, tree)}
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -159,7 +159,7 @@ def gamma_of(row: dict) -> int | None:
 
 def nodes_of(row: dict) -> int | None:
     """The most nodes that its token trees may have, where that was set; None where costs chose, and for chains."""
-    nodes = row.get("nodes")
+    nodes = row.get("node_budget")
     return nodes if isinstance(nodes, int) and nodes is not True and nodes > 0 else None
 
 

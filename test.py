@@ -34,26 +34,31 @@ from tqdm import tqdm
 from cachedModel import CachedModel
 from downloadData import TEXTS, available_texts, prompt_set, short_name, text_of
 from engine import ENGINES, use_engine
-from loadModel import check_pair, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine, resolve_pair
-from methods import (CONTROLLERS, DRAFTERS, IDENTITY, TABLE, Setup, check_label, decoded, measured, name_of,
-                     prepare_costs, setting_of)
+from heads import load_head, use_head_engine
+from loadModel import (check_pair, head_path, load_model, load_tokenizer, model_path, pick_device, pick_dtype,
+                       pick_engine, resolve_pair)
+from methods import (ACCEPTANCES, CONTROLLERS, DRAFTERS, HEADS, IDENTITY, TABLE, Setup, any_trees, check_label, decoded,
+                     measured, name_of, needs_costs, plan_of, prepare_costs, setting_of)
 from metrics import Column, Generation, Results, append, as_script, fail, median, run_meta, summarise
 from peers import PEER_COLUMNS, LlamaCpp, best_of, compare, gguf_of, what_llama_cpp_lacks
 from PPL import generated_perplexity, sampler_distance, text_perplexity
 from specSampling import drafted_sampling
+from treeSampling import RULES
 from utils import SamplingParams
 
 # ------------------------------------------------------------------------------------- constants to edit
 
 PAIR = "auto"          # a name of loadModel.PAIRS; auto: pythia where CUDA and its files are, else smollm2
-METHODS = ("small", "target", "spec", "dynamic", "multi", "lookup", "combined", "hf", "hf-assisted", "hf-lookup",
-           "draft-score")
+METHODS = ("small", "target", "spec", "dynamic", "multi", "lookup", "combined", "tree", "medusa", "eagle", "mtp",
+           "lookup+eagle", "hf", "hf-assisted", "hf-lookup", "draft-score")
 PEERS = ("target", "spec", "dynamic:cost", "lookup:4", "lookup:8", "combined", "hf", "hf-assisted", "hf-lookup:4",
          "hf-lookup:8", "llama-cpp")  # the methods of --peers
 MAX_LEN = 200          # new tokens per prompt
 GAMMA = 4              # tokens proposed in a round
 GAMMAS = None          # of the stages of `multi`, smallest first; None: GAMMA each
 CONTROLLER = "aimd"    # of `dynamic`: one of CONTROLLERS
+NODES = None           # of the token trees of heads; None: as many as the measured costs make worthwhile
+TREE_RULE = "without-replacement"  # how `tree` takes the children of a node: one of RULES
 TEMPERATURE = 0.0      # 0 = greedy
 TOP_K = 0              # 0 = off
 TOP_P = 1.0            # 1 = off
@@ -91,11 +96,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--pair", default=PAIR, help="a pair of loadModel.py, or auto")
     add("--target", help="any local folder or hub name, instead of --pair's")
     add("--draft", action="append", dest="drafts", help="the draft; repeat for stages, smallest first")
-    add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8 or dynamic:cost")
+    add("--heads", nargs="+", metavar="FOLDER", help="draft heads of the target, instead of --pair's")
+    add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8, dynamic:cost, "
+        "eagle:16 or tree:2x2x1")
     add("--max-len", "--maxLen", type=int, default=MAX_LEN, help="new tokens per prompt")
     add("--gamma", type=int, default=GAMMA, help="tokens proposed in a round")
     add("--gammas", type=whole_numbers, default=GAMMAS, help="of the stages of multi, as 4,4")
     add("--controller", choices=tuple(CONTROLLERS), default=CONTROLLER, help="who chooses gamma in dynamic")
+    add("--nodes", type=int, default=NODES,
+        help="tokens in a tree of medusa, eagle or mtp; default as many as the measured costs make worthwhile")
+    add("--tree-rule", choices=RULES, default=TREE_RULE, help="how tree takes the children of a node")
     add("--temperature", type=float, default=TEMPERATURE, help="0 is greedy")
     add("--top-k", type=int, default=TOP_K, help="0 is off")
     add("--top-p", type=float, default=TOP_P, help="1 is off")
@@ -155,8 +165,8 @@ def whole_numbers(text: str) -> list[int]:
 def check_flags(args) -> None:
     """Raises ValueError that names the flag to change."""
     for label in args.methods:
-        check_label(label)
-    least = {"gamma": 1, "max_len": 1, "n_prompts": 1, "prompt_tokens": 1, "repeats": 1, "threads": 0,
+        check_label(args, label)
+    least = {"gamma": 1, "nodes": 1, "max_len": 1, "n_prompts": 1, "prompt_tokens": 1, "repeats": 1, "threads": 0,
              "ppl_tokens": 2, "window": 2, "stride": 1, "tv_positions": 0, "tv_draws": 1}
     for key, low in least.items():
         value = getattr(args, key)
@@ -189,11 +199,30 @@ def set_up(args, for_ppl: bool) -> Setup:
     if pair.draft is not None:
         s.draft = s.drafts[pair.drafts.index(pair.draft)]
     s.stock_target, s.stock_draft = s.target, s.draft
+    s.heads = {} if for_ppl else load_heads(args, pair, s.target)  # before an engine replaces the target's layers
     choose_engine(s, device, dtype)
+    for head in s.heads.values():
+        use_head_engine(head, s.target)
     if args.peers and not for_ppl and s.engine != "eager":
         s.stock_target = load_model(pair.target, device, dtype)
         s.stock_draft = load_model(pair.draft, device, dtype) if pair.draft is not None else None
     return s
+
+
+def load_heads(args, pair, target) -> dict:
+    """kind -> head, of --heads and of the pair's those that --methods need and that are there. ValueError: damaged, of
+    another target, or two of a kind."""
+    heads = {}
+    for name in args.heads or ():
+        head = load_head(model_path(name), target, HEADS)
+        if heads.setdefault(head.kind, head) is not head:
+            raise ValueError(f"--heads names two heads of kind {head.kind}: which one is meant?")
+    for kind in HEADS:
+        needed = kind not in heads and any(TABLE[name_of(label)].models == kind for label in args.methods)
+        folder = head_path(pair, kind) if needed else None
+        if folder is not None:
+            heads[kind] = load_head(folder, target, HEADS)
+    return heads
 
 
 def choose_engine(s: Setup, device, dtype) -> None:
@@ -207,10 +236,16 @@ def choose_engine(s: Setup, device, dtype) -> None:
 
 def usable_methods(s: Setup) -> list[str]:
     """The labels asked for that can run here; the others are named once, with the reason."""
-    drafts = {"": 0, "draft": 1, "drafts": 2}
-    missing = [label for label in s.args.methods if len(s.drafts) < drafts[TABLE[name_of(label)].models]]
+    drafts = {"draft": 1, "drafts": 2}
+    missing = [label for label in s.args.methods if len(s.drafts) < drafts.get(TABLE[name_of(label)].models, 0)]
     if missing:
         print(f"left out, as {s.pair.name} has not the drafts for them: {', '.join(missing)} (--draft adds one)")
+    for kind in HEADS:
+        headless = [label for label in s.args.methods if TABLE[name_of(label)].models == kind and kind not in s.heads]
+        if headless:
+            print(f"left out, as {s.pair.name} has no {kind} head: {', '.join(headless)} (--heads names one, "
+                  f"trainHeads.py --kind {kind} trains one)")
+        missing += headless
     assisted = [label for label in s.args.methods if name_of(label) == "hf-assisted" and label not in missing]
     if assisted and logit_width(s.target) != logit_width(s.draft):
         print("left out: hf-assisted, as transformers refuses two models whose logits differ in width")
@@ -222,7 +257,7 @@ def usable_methods(s: Setup) -> list[str]:
     if s.args.gammas and len(s.args.gammas) != len(s.drafts):
         raise ValueError(f"--gammas needs one number for each of the {len(s.drafts)} drafts, got {s.args.gammas}")
     if len(missing) == len(s.args.methods):
-        raise ValueError(f"none of --methods can run with {s.pair.name}: add --draft, or name other methods")
+        raise ValueError(f"none of --methods can run with {s.pair.name}: add --draft or --heads, or name other methods")
     return [label for label in s.args.methods if label not in missing]
 
 
@@ -284,11 +319,18 @@ SPEED_COLUMNS = [
     Column("text PPL", "generated_ppl", ".2f", 8),
     Column("law", "law", "", 13),
 ]
+TREE_COLUMNS = [
+    Column("nodes", "nodes_per_round", ".1f", 5),
+    Column("depth", "accepted_depth", ".2f", 5),
+]
 SPEED_NOTES = """\
 TTFT, TPOT, tokens/s: medians over prompts x repeats; speedup: median of the paired ratios of tokens/s to target's;
 decode x: the same of TPOT, without the first round and its prefill; predicted: what the costs measured beforehand say
 of decode x; gamma: proposed in a round, on average; loop %: share of the time outside the models' forwards;
 text PPL: the text's own, under the target."""
+TREE_NOTES = """\
+gamma of a tree: its depth; nodes: tokens that a round verifies, depth: those accepted in a round that proposed, both on
+average."""
 CATEGORY_NOTES = """\
 speedup: median of the paired ratios of tokens/s to target's, in `all` over the prompts of all sets; tokens per round:
 emitted / rounds, bonus included; nodes: tokens that a round verifies, on average: its verification budget."""
@@ -396,12 +438,25 @@ def length_range(prompts) -> str:
 
 
 def write_speed_rows(s: Setup, results: Results, runs: dict, prompts, text: str) -> None:
-    results.table(SPEED_COLUMNS)
-    for records in runs.values():
+    results.table(speed_columns(runs))
+    told = []
+    for label, records in runs.items():
         if records:
-            results.row(text=text, **speed_row(records, runs.get("target", [])), **text_quality(s, records, prompts))
-    for line in SPEED_NOTES.splitlines():
+            row, plan = speed_row(records, runs.get("target", [])), plan_of(s, label)
+            results.row(text=text, **row, **text_quality(s, records, prompts), **plan)
+            if plan.get("expected_tokens"):
+                told.append(f"{label}: a tree of {len(plan['tree'])} nodes, from which {plan['expected_tokens']:.2f} "
+                            f"tokens per round are expected; {row['tokens_per_round']:.2f} were measured")
+    for line in told:
         results.say(line)
+    for line in (SPEED_NOTES + any_trees(runs) * f"\n{TREE_NOTES}").splitlines():
+        results.say(line)
+
+
+def speed_columns(labels) -> list[Column]:
+    """Those of trees only where there is one."""
+    at = 1 + [column.key for column in SPEED_COLUMNS].index("tokens_per_round")
+    return SPEED_COLUMNS[:at] + TREE_COLUMNS * any_trees(labels) + SPEED_COLUMNS[at:]
 
 
 def speed_row(records: list[dict], reference: list[dict]) -> dict:
@@ -412,7 +467,7 @@ def speed_row(records: list[dict], reference: list[dict]) -> dict:
     paired = [(base.get((r["prompt"], r["repeat"])), r["tpot_ms"]) for r in records]
     row["decode_speedup"] = median(theirs / ours for theirs, ours in paired if theirs and ours)
     row["predicted"] = median(r["predicted"] for r in records)
-    return {**{key: records[0][key] for key in IDENTITY}, **row}
+    return {**{key: records[0].get(key) for key in IDENTITY}, **row}
 
 
 def write_peers(s: Setup, results: Results, runs: dict) -> None:
@@ -560,7 +615,7 @@ def write_recovered(folder: Path, lines: list[str]) -> None:
         results = Results(folder, meta)
         results.say(f"\n== {meta['date']}  commit {meta['commit']}  (recovered: the run was killed)")
         results.say(f"command   {meta['command']}")
-        results.table(SPEED_COLUMNS)
+        results.table(speed_columns(runs))
         for records in runs.values():
             results.row(text=text, **speed_row(records, runs.get("target", [])))
 
@@ -680,17 +735,18 @@ def run_show(s: Setup) -> None:
     shown = {label: setting_of(s.args, label) for label in usable_methods(s) if name_of(label) in DRAFTERS}
     if not shown:
         raise ValueError(f"--show takes --methods {', '.join(DRAFTERS)}")
-    if "combined" in shown or "cost" in shown.values():
+    if any(needs_costs(s.args, label) for label in shown):
         prepare_costs(s, shown, len(prompt.ids))
     for label, setting in shown.items():
         print(f"\n[{label}, {name}: {legend}]\n{prompt.text}", end="", flush=True)
-        out = show_one(s, DRAFTERS[name_of(label)](s, setting), prompt, params, style)
+        out = show_one(s, name_of(label), setting, prompt, params, style)
         rate = "-" if out.acceptance_rate is None else f"{out.acceptance_rate:.3f}"
         speed = f"{out.throughput:.2f} tokens/s, " if out.tokens else ""
         print(f"\n[{speed}alpha {rate}, {len(out.rounds)} rounds for {len(out.tokens)} tokens]")
 
 
-def show_one(s: Setup, drafter, prompt, params: SamplingParams, style: dict) -> Generation:
+def show_one(s: Setup, name: str, setting, prompt, params: SamplingParams, style: dict) -> Generation:
+    drafter = DRAFTERS[name](s, setting)
     done, seen = [], {"accepted": 0, "proposed": 0}
     text = {"shown": s.tokenizer.decode(prompt.ids)}
 
@@ -706,7 +762,7 @@ def show_one(s: Setup, drafter, prompt, params: SamplingParams, style: dict) -> 
                 print(style[kind].format(whole[len(text["shown"]):]), end="", flush=True)
                 text["shown"] = whole
 
-    return drafted_sampling(s.target, drafter, prompt.ids, params, on_tokens=paint)
+    return drafted_sampling(s.target, drafter, prompt.ids, params, paint, ACCEPTANCES.get(name))
 
 
 # ------------------------------------------------------------------------------------- main

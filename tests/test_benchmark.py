@@ -25,6 +25,8 @@ import metrics
 import peers
 from conftest import ROOT, tiny_model
 from costModel import Costs, measure_costs, step_times
+from heads import save_head
+from loadModel import load_model
 from metrics import FIELDS, Column, Generation, Results, Round, median_interval, run_record, summarise
 from utils import SamplingParams
 
@@ -57,6 +59,25 @@ def folders(tmp_path_factory):
     return root
 
 
+def save_heads(folder, target):
+    """Untrained heads of all kinds for the model in the folder `target`."""
+    model = load_model(target, torch.device("cpu"), torch.float32)
+    accuracy = [[0.5, 0.25, 0.125], [0.375, 0.125, 0.0625]]
+    shape = {"medusa": {"heads": 2, "accuracy": accuracy}, "eagle": {"inner": 32, "heads": 2},
+             "mtp": {"inner": 32, "heads": 2}}
+    for kind, own in shape.items():
+        head = methods.HEADS[kind](16, model.config.vocab_size, **own)
+        head.bind(model).start(tied=False)
+        save_head(head, folder / kind, model)
+
+
+@pytest.fixture(scope="module")
+def heads(folders):
+    """The flag that names the target's heads."""
+    save_heads(folders / "heads", folders / "target")
+    return ["--heads", *(folders / "heads" / kind for kind in methods.HEADS)]
+
+
 @pytest.fixture
 def run(bench, folders, tmp_path, monkeypatch):
     """run(*flags) -> (exit status, rows, text) of main() on the tiny pair, with results in a fresh folder."""
@@ -75,9 +96,9 @@ def run(bench, folders, tmp_path, monkeypatch):
     return main
 
 
-def test_every_method_has_its_row_and_the_same_greedy_ids(run, bench, tmp_path):
-    code, rows, text = run("--speed", 1, "--n-prompts", 2, "--repeats", 2)
-    assert code == 0 and "all 32 generations of lossless methods equal the target's" in text  # 8 x 2 x 2
+def test_every_method_has_its_row_and_the_same_greedy_ids(run, bench, heads, tmp_path):
+    code, rows, text = run("--speed", 1, "--n-prompts", 2, "--repeats", 2, *heads)
+    assert code == 0 and "all 52 generations of lossless methods equal the target's" in text  # 13 x 2 x 2
     assert [row["method"] for row in rows] == list(bench.METHODS)
     for row in rows:
         assert set(FIELDS) <= set(row)
@@ -92,7 +113,7 @@ def test_every_method_has_its_row_and_the_same_greedy_ids(run, bench, tmp_path):
     assert 0 <= by_name["spec"]["alpha"] <= 1 and by_name["multi"]["gamma"] == [4, 4]
     assert by_name["draft-score"]["mean_log_likelihood"] < by_name["target"]["mean_log_likelihood"] < 0
     assert by_name["dynamic"]["controller"] == "aimd" and by_name["spec"]["controller"] is None
-    for name in ("spec", "dynamic", "multi", "lookup", "combined"):
+    for name in ("spec", "dynamic", "multi", "lookup", "combined", "tree", "medusa", "eagle", "mtp", "lookup+eagle"):
         assert by_name[name]["predicted"] > 0 and by_name[name]["decode_speedup"] > 0
     assert by_name["target"]["decode_speedup"] == 1 and by_name["hf"]["predicted"] is None
     assert not list(tmp_path.glob("results.partial*"))
@@ -153,9 +174,9 @@ def test_the_table_lines_up(run):
     assert "1 x prompts.txt of 6 tokens" in text
 
 
-def test_sampling_is_reproducible_whatever_the_order(run):
-    flags = ("--speed", 1, "--methods", "target,spec,dynamic,multi,lookup,combined,hf", "--temperature", 1, "--seed", 5,
-             "--n-prompts", 1)
+def test_sampling_is_reproducible_whatever_the_order(run, heads):
+    flags = ("--speed", 1, "--methods", "target,spec,dynamic,multi,lookup,combined,tree,medusa:4,eagle:4,hf",
+             "--temperature", 1, "--seed", 5, "--n-prompts", 1, *heads)
     _, first, _ = run(*flags)
     _, both, _ = run(*flags)
     for a, b in zip(first, both[len(first):]):
@@ -262,7 +283,8 @@ def test_generate_ends_at_the_context_and_its_own_defaults_are_set_aside(run, fo
         code, rows, _ = run("--speed", 1, "--target", penalised, "--methods", names, "--prompts",
                             tmp_path / "long.txt", "--prompt-tokens", 250, "--temperature", temperature,
                             "--n-prompts", 1)
-        assert code == 0 and rows[-1]["n_tokens"] == rows[-2]["n_tokens"] == 6  # the context has 256 positions
+        found = [row["n_tokens"] for row in rows if row["text"] == "long.txt"]
+        assert code == 0 and found[-2:] == [6, 6]  # the context has 256 positions
 
 
 def test_logits_of_two_widths_leave_out_only_assisted_generation(run, bench, folders, tmp_path, capsys):
@@ -330,7 +352,7 @@ def test_an_engine_that_cannot_be_had_is_named_with_its_reason(run):
 def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     """Against the formula by hand: a target step 10 ms, v = 1, 1.2, 1.4, ...; drafts of 2 and 3 ms, 4 and 7 behind
     another model's pass, 5 ms wide."""
-    s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(6)]),
+    s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(11)]),
                         draft_times=[(0.004, 0.002, 0.002), (0.007, 0.003, 0.005)])
     out = Generation(rounds=[Round(4, 4, 5), Round(4, 1, 2), Round(2, 2, 3), Round(0, 0, 1)])
     watch = SimpleNamespace(draft_calls_later=lambda: [(0, 0), (6, 2)])
@@ -343,6 +365,11 @@ def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     watch.draft_calls_later = lambda: [(0, 0), (0, 0)]
     assert methods.speedup_of_run(s, "lookup", out, watch) == pytest.approx(6 * 0.010 / rounds)
     assert methods.speedup_of_run(s, "hf-assisted", out, watch) is None
+    trees = Generation(rounds=[Round(4, 4, 5), Round(2, 1, 2, nodes=6), Round(3, 3, 4, nodes=9)])
+    watch.draft_calls_later = lambda: [(0, 0), (5, 2)]
+    rounds = 0.022 + 0.028  # of the target over 7 and 10 tokens
+    assert methods.speedup_of_run(s, "eagle", trees, watch) == pytest.approx(
+        6 * 0.010 / (rounds + 3 * 0.003 + 2 * 0.007))
     assert methods.speedup_of_run(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch) is None
 
 
@@ -383,6 +410,123 @@ def test_a_pass_behind_another_models_is_told_from_the_next_ones(folders, bench)
     calls, firsts = watch.draft_calls_later()[0]
     later = [r.proposed for r in out.rounds[1:]]
     assert (calls, firsts) == (sum(later), sum(g > 0 for g in later))
+
+
+# ------------------------------------------------------------------------------------- heads and trees
+
+
+def test_settings_of_trees_stand_in_their_rows(run, heads):
+    labels = ["target", "tree", "tree:3x1", "medusa:3", "eagle:4", "mtp:6", "lookup+medusa:2", "lookup+eagle:5",
+              "lookup+mtp:3"]
+    code, rows, text = run("--speed", 1, "--methods", ",".join(labels), "--n-prompts", 2, "--tree-rule", "top-k",
+                           *heads)
+    assert code == 0 and [row["label"] for row in rows] == labels
+    assert [row["node_budget"] for row in rows] == [None, 10, 6, 3, 4, 6, 2, 5, 3]
+    assert [row["tree_rule"] for row in rows] == [None] + 8 * ["top-k"] and {row["gamma"] for row in rows} == {None}
+    assert {row["lossless"] for row in rows} == {True}
+    for row in rows[1:6]:  # the first round reads the prompt, and the last ones may have room for less
+        assert 0 < row["nodes_per_round"] < row["node_budget"]
+        assert 0 <= row["accepted_depth"] <= len(row["accepted_at"])
+    assert rows[3]["tree"] == [[0], [1], [0, 0]] and "tree" not in rows[4]
+    assert rows[3]["expected_tokens"] == 1 + 0.5 + 0.25 + 0.5 * 0.375
+    assert "medusa:3: a tree of 3 nodes, from which 1.94 tokens per round are expected; " in text
+    titles = tables(text)["method"][0]
+    assert titles[titles.index("tok/round") + 1 :][:2] == ["nodes", "depth"]
+
+
+def test_columns_of_trees_are_there_only_with_a_tree(run):
+    _, _, text = run("--speed", 1, "--methods", "target,spec", "--n-prompts", 1)
+    assert not {"nodes", "depth"} & set(tables(text)["method"][0]) and "of a tree" not in text
+
+
+def test_a_lossy_rule_is_marked_and_not_held_against_the_target(run, heads, folders, bench):
+    code, rows, text = run("--speed", 1, "--methods", "target,medusa-typical:3", "--n-prompts", 1, *heads)
+    assert code == 0 and (rows[1]["lossless"], rows[1]["law"]) == (False, "lossy") and "greedy ids" not in text
+    args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa",
+                        *map(str, heads)])
+    s, params = bench.set_up(args, for_ppl=False), SamplingParams(1.0, max_new_tokens=24)
+    texts = {label: {tuple(methods.decoded(s, label, [5, 6, 7], replace(params, seed=seed)).tokens)
+                     for seed in range(4)} for label in ("medusa:3", "medusa-typical:3")}
+    # Behind the first round, which proposes nothing and draws, typical acceptance leaves nothing to chance.
+    assert len(texts["medusa:3"]) == 4
+    ends = {}
+    for text in texts["medusa-typical:3"]:
+        assert ends.setdefault(text[0], text) == text
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+def test_passes_of_heads_are_counted_and_timed_on_every_engine(folders, bench, heads, engine):
+    args = bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--device", "cpu",
+                        "--methods", "spec,medusa,eagle,mtp", "--engine", engine, *map(str, heads)])
+    s = bench.set_up(args, for_ppl=False)
+    assert list(s.heads) == ["medusa", "eagle", "mtp"] and s.engine == engine
+    expected = methods.decoded(s, "target", [5, 6, 7], SamplingParams(0, max_new_tokens=24)).tokens
+    for slot, label in enumerate(("medusa:3", "eagle:4", "mtp:4"), 2):  # behind target and draft
+        with methods.Watch(s) as watch:
+            out = methods.decoded(s, label, [5, 6, 7], SamplingParams(0, max_new_tokens=24), watch.committed)
+        assert out.tokens == expected
+        assert watch.calls[slot] == out.draft_forwards > 0 and watch.calls[0] == out.target_forwards
+        assert sum(watch.calls) == watch.calls[slot] + watch.calls[0]
+        calls, firsts = watch.draft_calls_later()[slot - 1]
+        assert calls == watch.calls[slot] and firsts == sum(r.nodes > 0 for r in out.rounds)
+        assert 0 < sum(map(sum, watch.times.values()))
+
+
+def test_what_passes_of_heads_cost_is_measured_before_and_told_to_the_drafters(folders, bench, heads):
+    args = bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--device", "cpu",
+                        "--methods", "spec,medusa,eagle,lookup+mtp", *map(str, heads)])
+    s = bench.set_up(args, for_ppl=False)
+    bench.prepare_costs(s, args.methods, 6)
+    assert len(s.costs.v) == methods.MAX_NODES + 1 and len(s.chain_v) == methods.MAX_GAMMA + 1
+    assert len(s.draft_times) == 4 and min(map(min, s.draft_times)) > 0
+    first, later, _ = s.draft_times[2]
+    c, start = s.head_costs("eagle")
+    assert c == later / s.costs.t_target and start == max(0, first - later) / s.costs.t_target
+    drafter = methods.DRAFTERS["eagle"](s, None)
+    assert (drafter.v, drafter.c, drafter.start) == (s.costs.v, c, start)
+    bench.prepare_costs(s, ["eagle:100"], 6)
+    assert len(s.costs.v) == 101 and len(s.tree_v) == methods.MAX_NODES + 1
+    bench.prepare_costs(s, ["tree:2x2"], 6)
+    assert len(s.costs.v) == methods.MAX_GAMMA + 1
+
+
+def test_a_missing_head_names_the_command_that_trains_it(run, capsys):
+    code, rows, _ = run("--speed", 1, "--methods", "target,medusa,eagle:4,lookup+eagle", "--n-prompts", 1)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert code == 0 and [row["label"] for row in rows] == ["target"]
+    assert [line.partition(" (")[0] for line in said] == [
+        "left out, as target+small+mid has no medusa head: medusa",
+        "left out, as target+small+mid has no eagle head: eagle:4, lookup+eagle"]
+    assert "trainHeads.py --kind eagle" in said[1]
+
+
+def test_a_pairs_heads_are_found_by_their_names_and_those_given_go_before(bench, folders, heads, tmp_path, monkeypatch):
+    import loadModel
+    monkeypatch.setattr(loadModel, "MODELS", tmp_path)
+    for kind in ("eagle", "mtp"):
+        shutil.copytree(folders / "heads" / kind, tmp_path / f"mine-{kind}")
+    config = tmp_path / "mine-eagle" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "limit": 99}))
+    pair = replace(loadModel.PAIRS["smollm2"], heads={kind: f"mine-{kind}" for kind in methods.HEADS})
+    target = load_model(folders / "target", torch.device("cpu"), torch.float32)
+
+    def found(*flags):
+        loaded = bench.load_heads(bench.parse(list(map(str, flags))), pair, target)
+        return {kind: head.config.get("limit") for kind, head in loaded.items()}
+
+    assert found("--methods", "medusa,eagle") == {"eagle": 99}  # no medusa is there, and nobody asks for mtp
+    assert found("--methods", "lookup+eagle,mtp:4") == {"eagle": 99, "mtp": 8192}
+    assert found("--methods", "eagle", "--heads", folders / "heads" / "eagle") == {"eagle": 8192}
+
+
+def test_heads_of_another_target_are_refused(run, folders, heads, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--speed", 1, "--methods", "target,eagle", "--target", folders / "small", *heads)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "was trained for" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        run("--speed", 1, "--methods", "target,eagle", "--heads", folders / "heads" / "mtp", folders / "heads" / "mtp")
+    assert "two heads of kind mtp" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------- peers
@@ -582,11 +726,12 @@ def test_the_perplexity_of_a_quantised_target_stands_beside_the_float32_one(run)
     assert math.isclose(rows[-4]["ppl"], plain)
 
 
-def test_show_prints_the_text_and_its_origin(run, bench, capsys):
-    code, rows, _ = run("--show", "--methods", "spec,lookup,dynamic:cost,combined", "--max-len", 20)
+def test_show_prints_the_text_and_its_origin(run, heads, capsys):
+    labels = ("spec", "lookup", "dynamic:cost", "combined", "tree", "medusa", "medusa-typical:3", "lookup+eagle")
+    code, rows, _ = run("--show", "--methods", ",".join(labels), "--max-len", 20, *heads)
     shown = capsys.readouterr().out
     assert code == 0 and not rows
-    assert all(f"[{label}, " in shown for label in ("spec", "lookup", "dynamic:cost", "combined"))
+    assert all(f"[{label}, " in shown for label in labels)
     assert "accepted, {+bonus}, {!corrected}" in shown
     assert "rounds for 20 tokens]" in shown
 
@@ -598,6 +743,15 @@ def test_show_prints_the_text_and_its_origin(run, bench, capsys):
     (["--methods", "lookup:many"], "a gamma of 1 or more must follow"),
     (["--methods", "dynamic:fate"], "a controller must follow the colon: fixed, aimd"),
     (["--methods", "multi:4"], "multi takes no setting"),
+    (["--methods", "eagle:0"], "--methods eagle:0: a number of nodes must follow the colon: 16"),
+    (["--methods", "lookup+mtp:x"], "a number of nodes must follow"),
+    (["--methods", "tree:2x0"], "how many children the nodes of each level have must follow the colon: 2x2x1"),
+    (["--methods", "tree:9x9x9"], "--methods tree:9x9x9: 819 nodes are more than 512"),
+    (["--methods", "medusa", "--nodes", "513"], "--methods medusa: 513 nodes are more than 512"),
+    (["--nodes", "0"], "--nodes must be at least 1"),
+    (["--tree-rule", "none"], "--tree-rule"),
+    (["--methods", "medusa,lookup+eagle"], "none of --methods can run"),
+    (["--heads", "no/such-head"], "no/such-head"),
     (["--peers", "--speed", "0"], "--peers is a speed part"),
     (["--engine", "warp"], "--engine"),
     (["--maxLen", "0"], "--max-len must be at least 1"),

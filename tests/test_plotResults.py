@@ -54,7 +54,7 @@ def cost(engine, widths, ms, **fields):
 
 def tree(method, nodes, speedup, **fields):
     """nodes: None where costs chose."""
-    return row(method, **{"label": f"{method}:{nodes}" if nodes else method, "nodes": nodes, "speedup": speedup,
+    return row(method, **{"label": f"{method}:{nodes}" if nodes else method, "node_budget": nodes, "speedup": speedup,
                           "predicted": speedup + 0.5, "nodes_per_round": 5.5, **fields})
 
 
