@@ -19,13 +19,14 @@ from heads import load_head, save_head
 from loadModel import load_tokenizer
 from medusa import MedusaHead, calibrate, expected_length, joint_parameters, sparse_tree
 from metrics import Column, Results, as_script, run_meta
+from mtp import MTPHead
 from PPL import perplexity
 from trainDraft import (BATCH_ROWS, COMMANDS, CONTEXT, EVAL_SECONDS, HELD_NEW, HELD_PROMPT_TOKENS, HELD_PROMPTS, LR,
                         PROMPT_SHARE, SAMPLE_ROWS, SAVE_SECONDS, TOP_K, Shards, Tap, check_files, data_table, held_out,
                         load, load_checkpoint, load_sources, load_teacher, markdown_table, note_command, sample_target,
                         save_checkpoint, save_features, score_texts)
 
-KINDS = {kind.kind: kind for kind in (MedusaHead, EagleHead)}
+KINDS = {kind.kind: kind for kind in (MedusaHead, EagleHead, MTPHead)}
 VOCAB = 8192                                     # ids that a head can propose, unless told otherwise
 FEATURE_ROWS = 8                                 # rows of a shard that go through the target together
 ASIDE = 16                                       # one shard of so many is kept for choosing Medusa's tree
@@ -312,8 +313,8 @@ def write_card(args, head, shards, state, figures, work):
     tree = ""
     if head.config.get("tree"):
         length = expected_length(head.config["accuracy"], head.config["tree"])
-        tree = (f"\n\nThe sparse tree has {len(head.config['tree'])} nodes and promises {length:.2f} tokens a round, by "
-                "the accuracies of the heads' guesses on greedy text that was not trained on (config.json).")
+        tree = (f"\n\nThe sparse tree has {len(head.config['tree'])} nodes and promises {length:.2f} tokens a round, "
+                "by the accuracies of the heads' guesses on greedy text that was not trained on (config.json).")
     (args.out / "README.md").write_text(CARD.format(
         name=args.out.name, kind=head.kind, target=Path(args.target).name,
         params=sum(value.numel() for value in head.own_state().values() if value.is_floating_point()),
