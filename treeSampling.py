@@ -1,18 +1,20 @@
 """Speculative decoding with a token tree: many continuations are verified in one pass with tree attention.
 
 SpecInfer (Miao et al. 2024, arXiv:2305.09781); SpecTr (Sun et al. 2023, arXiv:2310.15141); drawing without replacement:
-recursive rejection sampling (Jeon et al. 2024, arXiv:2402.14160). The file reads in the order of specSampling.py, whose
-round, loop and controllers it shares: verify one tree, Medusa's lossy rule, a draft model that drafts trees, the sampler.
+recursive rejection sampling (Jeon et al. 2024, arXiv:2402.14160). The file reads in the order of specSampling.py,
+whose round, loop and controllers it shares: verify one tree, Medusa's lossy rule, a draft model that drafts trees, the
+sampler.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import LongTensor, Tensor
 
-from cachedModel import CachedModel
+from cachedModel import CachedModel, as_cached
 from metrics import Generation, Round
 from regrSampling import OnTokens
 from specSampling import Drafter, GammaController, ModelDrafter, apart, drafted_sampling
@@ -61,7 +63,7 @@ class Tree:
                                    or not all(0 <= row < self.q.shape[0] for row in rows)):
             raise ValueError(f"{n} nodes need {n} rows of q, got {self.q.shape[0]}")
 
-    @property
+    @cached_property
     def children(self) -> list[list[int]]:
         """The nodes below the root, below node 0, below node 1, ..."""
         below = [[] for _ in range(len(self.parents) + 1)]
@@ -118,10 +120,10 @@ def verify_tree(p: Tensor | Laws, tree: Tree, generator=None) -> tuple[list[int]
 
     p: [n+1, V] the target's laws, row 0 behind the prefix and row i + 1 behind node i. Returns (path, next_token): the
     indices of the accepted nodes, and an id. Emitting the path's tokens and then next_token is distributed exactly as
-    drawing from p token by token, if the tree's tokens came about as its rule says (SpecInfer, algorithm 2 and theorem
-    4.2; Jeon et al. 2024, theorem 3.1). At a node its children are tried in order: x is accepted with
-    min(1, p(x) / q(x)), else p becomes norm(max(p - q, 0)) and q, without replacement, norm(q without x); of a top-k
-    tree x is accepted with p(x), else p loses x. A tree of one child a node is a chain, and this is `verify`.
+    drawing from p token by token, if the tree's tokens came about as its rule says (SpecInfer, section 4.3; without
+    replacement: Jeon et al. 2024). At a node its children are tried in order: x is accepted with min(1, p(x) / q(x)),
+    else p becomes norm(max(p - q, 0)) and q, without replacement, norm(q without x); of a top-k tree x is accepted with
+    p(x), else p loses x and is renormalised. A tree of one child a node is a chain, and this is `verify`.
 
     The inputs stay as they were. Raises ValueError for a malformed tree, rows that do not fit, or NaN in p or q.
     """
@@ -233,10 +235,10 @@ class TypicalAcceptance:
     """Medusa's typical acceptance (Cai et al. 2024, arXiv:2401.10774, section 2.3.1). LOSSY: what is emitted does not
     follow the target's law, except at temperature 0, where it is greedy decoding.
 
-    A token x is accepted if p(x) > min(epsilon, delta exp(-H(p))): epsilon is the hard threshold, and delta that of a law
-    of much entropy H, where any of many tokens is typical. Of all accepted paths the longest wins, of equally long ones
-    the more likely. Behind it the most likely token is taken unconditionally, so that a round emits one at least. Nothing
-    is left to chance. The defaults are those of the paper's own code (delta the root of epsilon).
+    A token x is accepted if p(x) > min(epsilon, delta exp(-H(p))): epsilon is the hard threshold, and delta that of a
+    law of much entropy H, where any of many tokens is typical. Of all accepted paths the longest wins, of equally long
+    ones the more likely. Behind it the most likely token is taken unconditionally, so that a round emits one at least.
+    Nothing is left to chance. Defaults: delta is the root of epsilon, as in the paper's ablation.
     """
 
     epsilon: float = 0.09
@@ -265,10 +267,11 @@ class TypicalTree(Tree):
 
     def walk(self, p, generator):
         n, x = len(self.parents), self.tokens
-        above = torch.tensor(self.parents, dtype=torch.long, device=x.device) + 1
-        inner, which = above.unique_consecutive(return_inverse=True)  # the rows whose entropies are asked for
-        p_x = p.of(x, above)
-        typical = p_x > self.acceptance.thresholds(p[inner])[which]
+        inner = {parent: i for i, parent in enumerate(dict.fromkeys(self.parents))}  # whose entropies are asked for
+        above, which = torch.tensor([self.parents, [inner[parent] for parent in self.parents]], dtype=torch.long,
+                                    device=x.device)
+        p_x = p.of(x, above + 1)
+        typical = p_x > self.acceptance.thresholds(p[torch.tensor(list(inner), dtype=torch.long) + 1])[which]
         lawful = [p.lawful(), *([] if self.q is None else [laws_of(self.q).lawful()])]
         told = torch.cat((x, p_x.log(), typical, *lawful)).tolist()
         if not all(told[3 * n :]):
@@ -290,9 +293,9 @@ class TreeDrafter(ModelDrafter):
 
     children: how many children a node has at each level; (k, 1, 1) is k drafts that part at their first token. rule:
     "independent": each child drawn from the draft's law q (duplicates happen), "without-replacement": each from what q
-    leaves without its older siblings; "top-k": the most likely ones, with nothing left to chance. At temperature 0 it is
-    these by any rule: draws from a law of one token would be copies. gamma: the depth, or a controller of it (default:
-    the number of levels). Raises ValueError for no levels, fewer than one child, an unknown rule.
+    leaves without its older siblings; "top-k": the most likely ones, with nothing left to chance. At temperature 0 it
+    is these by any rule: draws from a law of one token would be copies. gamma: the depth, or a controller of it
+    (default: the number of levels). Raises ValueError for no levels, fewer than one child, an unknown rule.
     """
 
     def __init__(self, model, children: Iterable[int] = (2, 2, 1), rule: str = "independent",
@@ -305,7 +308,7 @@ class TreeDrafter(ModelDrafter):
         super().__init__(model, len(self.children) if gamma is None else gamma)
 
     def begin(self, target, params, generator):
-        self.model = apart(self.model, target)
+        self.model = as_cached(apart(self.model, target))
         super().begin(target, params, generator)
         self.fed = 0
         self.taken = "top-k" if params.temperature == 0 else self.rule
@@ -343,7 +346,11 @@ class TreeDrafter(ModelDrafter):
         """The cache lacks the deepest nodes, which were never fed."""
         self.level.add(round)
         self.gamma.update(round)
-        self.model.keep_path(length - round.accepted, [node for node in round.path if node < self.fed])
+        path = [node for node in round.path if node < self.fed]
+        if path:
+            self.model.keep_path(length - round.accepted, path)
+        else:
+            self.rollback(length - round.accepted)
 
 
 # ------------------------------------------------------------------------------------------------ the sampler

@@ -13,6 +13,7 @@ import torch
 
 import regrSampling
 import specSampling
+import treeSampling
 from utils import OneHot
 
 
@@ -132,11 +133,47 @@ def law_of(run):
     return law
 
 
+def tried(p, q, tokens, rule):
+    """Of siblings with law p [V] for their place and q [V] for the draws: for each the probability that it is accepted
+    once all before it were rejected; and what is left of p behind the last. In float64, as the words say it."""
+    p, q, chances = np.array(p, float), np.array(q, float), []
+    for x in tokens:
+        if rule == "top-k":
+            q = np.eye(len(p))[x]
+        chances.append(min(1.0, p[x] / q[x]) if q[x] > 0 else float(p[x] > 0 and q.sum() > 0))
+        rest = np.maximum(p - q, 0)
+        if q.sum() > 0 and rest.sum() > 1e-12:
+            p = rest / rest.sum()
+        if rule == "without-replacement":
+            q[x] = 0
+            q = q / q.sum() if q.sum() > 0 else q
+    return chances, p
+
+
+def tree_uniforms(choose, p, tree):
+    """A number for each node of a Tree under the laws p: one below or above the probability that it is accepted, by
+    choice; 0.5 where verification does not come by."""
+    p, q = p.dense().double(), tree.laws.dense().double() if tree.rule != "top-k" else p.dense().double()
+    p, q = (torch.nn.functional.pad(law, (0, max(p.shape[1], q.shape[1]) - law.shape[1])).tolist() for law in (p, q))
+    numbers, at = [0.5] * len(tree.parents), -1
+    while at is not None:
+        nodes, parent, at = [i for i, above in enumerate(tree.parents) if above == at], at, None
+        tokens = tree.tokens[nodes].tolist()
+        for node, a in zip(nodes, tried(p[parent + 1], q[nodes[0]], tokens, tree.rule)[0] if nodes else ()):
+            rejected = choose([a, 1 - a])
+            numbers[node] = (1 + a) / 2 if rejected else a / 2
+            if not rejected:
+                at = node
+                break
+    return numbers
+
+
 def law_of_decoder(monkeypatch, decode):
     """{new tokens: probability} of `decode()`, a call of a decoder, over everything that it draws.
 
     `sample` becomes a choice among the tokens; the uniforms of `judge`, which is `verify` on the device, become one
-    value below or one above p(x) / q(x), with the probability of each side. `judge` itself is the one under test.
+    value below or one above p(x) / q(x), with the probability of each side, and so do those of a tree's Walk. `judge`
+    and Walk themselves are under test.
     """
     state = SimpleNamespace(choose=None, uniforms=None)
 
@@ -144,7 +181,8 @@ def law_of_decoder(monkeypatch, decode):
         if not isinstance(probs, torch.Tensor):
             probs = probs.dense()
         rows = probs.double().reshape(-1, probs.shape[-1]).tolist()
-        return torch.tensor([state.choose(row) for row in rows]).reshape(probs.shape[:-1])
+        # Of a law that has lost all, some id: verification does not look at it.
+        return torch.tensor([0 if row[0] != row[0] else state.choose(row) for row in rows]).reshape(probs.shape[:-1])
 
     def uniforms(p, q, tokens):
         width = max(p.shape[1], q.shape[1])
@@ -163,6 +201,12 @@ def law_of_decoder(monkeypatch, decode):
         state.uniforms = [] if isinstance(p, OneHot) else list(uniforms(p, q, tokens))
         return judge(p, q, tokens, generator)
 
+    walk = treeSampling.Walk
+
+    def walk_in_all_ways(p, tree, generator):
+        state.uniforms = tree_uniforms(state.choose, p, tree)
+        return walk(p, tree, generator)
+
     def rand(*size, device=None, generator=None, dtype=torch.float32):
         assert len(state.uniforms) == math.prod(size)
         return torch.tensor(state.uniforms, dtype=dtype).reshape(size)
@@ -175,6 +219,8 @@ def law_of_decoder(monkeypatch, decode):
         patch.setattr(specSampling, "sample", sample)
         patch.setattr(regrSampling, "sample", sample)
         patch.setattr(specSampling, "judge", judge_in_all_ways)
+        patch.setattr(treeSampling, "sample", sample)
+        patch.setattr(treeSampling, "Walk", walk_in_all_ways)
         patch.setattr(torch, "rand", rand)
         return law_of(run)
 

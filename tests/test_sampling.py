@@ -19,6 +19,7 @@ from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAware
                           NGramDrafter, StageDrafter, drafted_sampling, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi)
 from tabular import TableModel, table
+from treeSampling import TreeDrafter, tree_sampling
 from utils import SamplingParams
 
 target_of = functools.lru_cache(lively)
@@ -65,6 +66,10 @@ def samplers(target, draft, gamma=3):
         "two stages": multi([noisy(draft, 2), draft], [2, 4]),
         "three stages": multi([NGramDrafter(2), noisy(draft, 2), draft], [2, 3, 5]),
         "combined stages": multi([combined, noisy(draft, 2)], [2, 4]),
+        "tree": calling(tree_sampling, target, TreeDrafter(draft, (2, 2, 1))),
+        "combined trees": calling(tree_sampling, target, CombinedDrafter(
+            TreeDrafter(draft, (3, 2), "without-replacement"), c=0.1, v=[1.0, 1.05, 1.1, 1.2, 1.3])),
+        "tree stages": multi([TreeDrafter(noisy(draft, 2), (2, 1), "top-k"), draft], [2, 4]),
     }
 
 
@@ -268,6 +273,9 @@ def lasting_objects():
         "drafter": calling(drafted_sampling, target, chain),
         "combined": calling(drafted_sampling, target, combined),
         "stages": calling(drafted_sampling, target, stages),
+        "tree": calling(tree_sampling, target, TreeDrafter(CachedModel(draft_of("mistral")), (2, 2), "top-k")),
+        "combined trees": calling(tree_sampling, target, CombinedDrafter(
+            TreeDrafter(CachedModel(draft_of("mistral")), (2, 2)), c=0.1, v=[1.0, 1.1, 1.2, 1.4])),
     }
 
 
@@ -346,6 +354,8 @@ def inspected_rounds(monkeypatch):
 
 @pytest.mark.parametrize("name, temperature", [("speculative", 1.0), ("confidence", 1.0), ("two stages", 1.0),
                                                ("combined", 1.0), ("combined", 0), ("combined stages", 1.0),
+                                               ("tree", 1.0), ("tree", 0), ("combined trees", 1.0),
+                                               ("tree stages", 1.0),
                                                ("three stages", 1.0), ("three stages", 0)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_hold_what_was_accepted_after_every_round(inspected_rounds, family, name, temperature):
@@ -378,7 +388,7 @@ def test_counts_add_up(name):
         if name == "autoregressive":
             assert (out.levels, out.acceptance_rate, out.tokens_per_round) == ([], None, 1)
         else:  # the level next to the target, lookup and draft together if they are combined, is what the rounds tell
-            top = out.levels[-2:] if name == "combined" else out.levels[-1:]
+            top = out.levels[-2:] if name in ("combined", "combined trees") else out.levels[-1:]
             assert proposed == sum(level.proposed for level in top)
             assert accepted == sum(level.accepted for level in top)
             assert judged == sum(level.judged for level in top)
