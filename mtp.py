@@ -115,8 +115,8 @@ class MTPDrafter(EagleDrafter):
 
 
 def known_mask(start: int, n: int, module: int, like: Tensor) -> Tensor:
-    """[n, start + n]: what pairs from `start` on see in module m: themselves, and those at least m pairs before them, as
-    in drafting, where the ones between await their tokens."""
+    """[n, start + n]: what pairs from `start` on see in module m: themselves, and those at least m pairs before, as in
+    drafting, where the ones between await their tokens."""
     mask, column = causal_mask(start, n, like), torch.arange(start + n, device=like.device)
     row = column[start:, None]
     return mask.masked_fill_((column > row - module) & (column < row), float("-inf"))
