@@ -188,7 +188,8 @@ def largest_inputs_of(head: Head, target, tokens: int) -> dict[nn.Module, Tensor
     seen, hooks = {}, []
 
     def look(layer, inputs, _):
-        seen[layer] = inputs[0].flatten(0, -2).abs().amax(dim=0)
+        largest = inputs[0].flatten(0, -2).abs().amax(dim=0)
+        seen[layer] = torch.maximum(largest, seen.get(layer, largest))  # a layer of several steps is called as often
 
     for layer in head.modules():
         if type(layer) is nn.Linear:
