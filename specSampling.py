@@ -439,7 +439,7 @@ class CombinedDrafter(Drafter):
 
 class MeasuredSpeed:
     """What a drafter's rounds have brought, in tokens per target step time: the mean of the tokens over the mean of the
-    costs, start + c forwards + v(nodes), of the rounds in which it proposed. Older rounds fade with `decay`.
+    costs, start + c forwards + v(nodes), of the rounds in which it drafted. Older rounds fade with `decay`.
 
     c: what one forward of the drafter's models takes, in target steps. v, start, probe: as in CostAwareGamma; beyond
     its end v goes on as steeply as it does on the whole. It begins at `speed`, worth `weight` target steps.
@@ -469,8 +469,9 @@ class MeasuredSpeed:
         return False
 
     def update(self, round: Round, forwards: int) -> None:
-        """Learn from a round of the drafter's; one without a proposal teaches nothing."""
-        if round.proposed:
+        """Learn from a round of the drafter's, for which its models made so many forwards; one in which it did nothing
+        teaches nothing."""
+        if round.proposed or forwards:
             self.tokens = self.decay * self.tokens + round.emitted
             self.cost = self.decay * self.cost + self.start + self.c * forwards + self.verification(round.nodes)
             self.rounds = self.decay * self.rounds + 1

@@ -8,6 +8,7 @@ import torch
 import metrics
 from metrics import (FIELDS, Column, Generation, Level, Results, Round, clock, finite, median,
                      median_interval, run_record, summarise)
+from regrSampling import cut_round
 
 
 def generation():
@@ -230,3 +231,27 @@ def test_each_row_is_on_the_disk_before_the_next_and_old_ones_stay(tmp_path, mon
 def test_finite_keeps_everything_else():
     value = {"a": [1, 2.5, "x", None, True], "b": {"c": float("-inf")}}
     assert finite(value) == {"a": [1, 2.5, "x", None, True], "b": {"c": None}}
+
+
+def test_rounds_of_trees():
+    """A tree of 6 nodes, 2 deep, one of 10, 3 deep, and a round without a proposal."""
+    assert (Round(4, 2, 3).nodes, Round(4, 2, 3).path) == (4, ())
+    out = Generation(levels=[Level("draft")])
+    for i, r in enumerate((Round(2, 2, 3, nodes=6, path=(1, 4)), Round(3, 0, 1, nodes=10), Round(0, 0, 1))):
+        out.commit([1] * r.emitted, r, now=float(i))
+    r = run_record(out, 0, 0, peak_memory_mb=None, loop_share=None)
+    assert (r["nodes"], r["rounds_proposing"], r["gamma_log"]) == (16, 2, [2, 3, 0])
+    assert (r["proposed_at"], r["accepted_at"]) == ([2, 1], [1, 1])
+    plain = Generation()
+    plain.commit([7], Round(0, 0, 1), now=2.0)
+    none = run_record(plain, 1, 0, peak_memory_mb=None, loop_share=None)
+    assert (none["nodes"], none["rounds_proposing"]) == (None, None)
+    row = summarise([r, r | {"repeat": 1}], [])
+    assert (row["nodes_per_round"], row["accepted_depth"]) == (32 / 6, 4 / 4)
+    row = summarise([none], [])
+    assert (row["nodes_per_round"], row["accepted_depth"]) == (None, None)
+
+
+def test_a_round_cut_by_a_stop_token_keeps_its_nodes_and_shortens_its_path():
+    r = cut_round(Round(3, 3, 4, tokens=[5, 6, 7, 8], nodes=10, path=(0, 2, 7)), 2)
+    assert r == Round(3, 2, 2, judged=2, nodes=10, path=(0, 2)) and r.tokens == [5, 6]

@@ -671,12 +671,14 @@ def test_wrong_thresholds_raise(bad):
 def test_measured_speed_is_tokens_over_costs():
     speed = MeasuredSpeed(0.1, [1.0, 1.1, 1.2], start=0.05, speed=1.5, weight=2.0, decay=0.5)
     assert speed.speed == 1.5
-    speed.update(Round(0, 0, 1), 3)  # no proposal
+    speed.update(Round(0, 0, 1), 0)  # it did nothing
     assert speed.speed == 1.5
     speed.update(Round(2, 2, 3), 2)
     assert speed.speed == pytest.approx((1.5 + 3) / (1.0 + 0.05 + 0.2 + 1.2))
     speed.update(Round(3, 0, 1, nodes=12), 3)  # beyond the end of v it goes on by 0.1 a node
     assert speed.speed == pytest.approx((2.25 + 1) / (1.225 + 0.05 + 0.3 + 2.2))
+    speed.update(Round(0, 0, 1), 2)  # it drafted in vain
+    assert speed.speed == pytest.approx((1.625 + 1) / (1.8875 + 0.05 + 0.2 + 1.0))
     speed.begin()
     assert speed.speed == 1.5
 

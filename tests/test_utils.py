@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tabular import chi_square_p, law_by_hand
-from utils import (OneHot, SamplingParams, Weights, check_laws, fit_width, ids_of, laws_of, norm_logits, residual,
-                   sample, top_k_top_p_filter)
+from utils import (OneHot, SamplingParams, Weights, check_laws, fit_width, ids_of, largest, laws_of, norm_logits,
+                   residual, sample, top_k_top_p_filter)
 
 exact = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 INF, NAN = float("inf"), float("nan")
@@ -457,3 +457,25 @@ def test_whole_numbers_of_any_type():
 def test_a_prompt_that_is_no_sequence_is_refused(prompt):
     with pytest.raises(ValueError, match="prompt must be"):
         ids_of(prompt)
+
+
+@pytest.mark.parametrize("width, k", [(3, 3), (128, 2), (129, 1), (1000, 5), (5000, 8), (5000, 40)])
+def test_the_largest_of_each_row(width, k):
+    logits = torch.randn(4, width, generator=torch.Generator().manual_seed(width))
+    logits[1, 5:] = -INF if width > 5 + k else 0.0
+    logits[2, -1] = INF
+    before = logits.clone()
+    values, ids = largest(logits, k)
+    assert torch.equal(values, logits.topk(k).values) and torch.equal(logits, before)
+    assert torch.equal(logits.gather(1, ids), values) and int(ids.max()) < width
+    logits[3, width // 2] = NAN
+    values, ids = largest(logits, k)
+    assert values[3, 0].isnan() and ids[3, 0] == width // 2
+
+
+def test_probabilities_at_any_rows():
+    probs = torch.rand(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows, tokens = torch.tensor([2, 0, 2, 1]), torch.tensor([6, 3, 0, 0])
+    weights, one_hot = Weights(probs), OneHot(torch.tensor([3, 0, 6]), 7)
+    assert torch.allclose(weights.of(tokens, rows), (probs / probs.sum(1, keepdim=True))[rows, tokens], rtol=1e-12)
+    assert one_hot.of(tokens, rows).tolist() == [1.0, 1.0, 0.0, 1.0] and one_hot.of(tokens, rows).dtype == torch.float64
