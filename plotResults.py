@@ -612,10 +612,12 @@ def draw_acceptance(panels: list[Panel]) -> Figure:
     methods = list(dict.fromkeys(method_of(row) for panel in panels for row in panel.rows))
     for ax, panel in zip(axes, panels):
         most = max(n for line in panel.lines for n in line.counts)
-        colours = [COLOURS[methods.index(method_of(row)) % len(COLOURS)] for row in panel.rows]
-        for line, colour in zip(panel.lines, colours):
+        places = [methods.index(method_of(row)) for row in panel.rows]
+        colours = [COLOURS[i % len(COLOURS)] for i in places]
+        for line, colour, i in zip(panel.lines, colours, places):
             ax.plot(line.x, line.y, color=colour, linewidth=0.9, alpha=0.6)
-            ax.scatter(line.x, line.y, [4 + 70 * n / most for n in line.counts], color=colour, linewidth=0)
+            ax.scatter(line.x, line.y, [4 + 70 * n / most for n in line.counts], color=colour, linewidth=0,
+                       marker=MARKERS[i // len(COLOURS) % len(MARKERS)])
         ax.set(title=short_name(panel.title), xlabel="position in the round, depth in a tree", ylim=(0, 1.03))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

@@ -51,8 +51,8 @@ from utils import SamplingParams
 PAIR = "auto"          # a name of loadModel.PAIRS; auto: pythia where CUDA and its files are, else smollm2
 METHODS = ("small", "target", "spec", "dynamic", "multi", "lookup", "combined", "tree", "medusa", "eagle", "mtp",
            "lookup+eagle", "hf", "hf-assisted", "hf-lookup", "draft-score")
-PEERS = ("target", "spec", "dynamic:cost", "lookup:4", "lookup:8", "combined", "hf", "hf-assisted", "hf-lookup:4",
-         "hf-lookup:8", "llama-cpp")  # the methods of --peers
+PEERS = ("target", "spec", "dynamic:cost", "lookup:4", "lookup:8", "combined", "eagle", "lookup+eagle", "hf",
+         "hf-assisted", "hf-lookup:4", "hf-lookup:8", "llama-cpp")  # the methods of --peers
 MAX_LEN = 200          # new tokens per prompt
 GAMMA = 4              # tokens proposed in a round
 GAMMAS = None          # of the stages of `multi`, smallest first; None: GAMMA each
@@ -427,6 +427,9 @@ def how_decoded(s: Setup) -> dict:
         v = ", ".join(f"v({n}) = {s.costs.v[n - 1]:.2f}" for n in (2, 3, 5, 9, 17) if n <= len(s.costs.v))
         lines["costs"] = (f"target step {1000 * s.costs.t_target:.2f} ms, c = {s.costs.c:.3f} and "
                           f"{s.costs.start:.3f} a round, {v}")
+    if s.costs is not None and s.heads:
+        costs = {kind: s.head_costs(kind) for kind in s.heads}
+        lines["heads"] = ", ".join(f"{kind}: c = {c:.3f} and {start:.3f} a round" for kind, (c, start) in costs.items())
     if a.peers:
         lines["peers"] = "hf, hf-assisted and hf-lookup run on unmodified models of their own, engine eager"
     return lines
@@ -747,15 +750,15 @@ def run_show(s: Setup) -> None:
 
 def show_one(s: Setup, name: str, setting, prompt, params: SamplingParams, style: dict) -> Generation:
     drafter = DRAFTERS[name](s, setting)
-    done, seen = [], {"accepted": 0, "proposed": 0}
+    done, seen = [], {"accepted": 0, "judged": 0}
     text = {"shown": s.tokenizer.decode(prompt.ids)}
 
     def paint(ids):
         now = {key: sum(getattr(level, key) for level in drafter.levels) for key in seen}
-        accepted, proposed = (now[key] - seen[key] for key in ("accepted", "proposed"))
+        accepted, judged = (now[key] - seen[key] for key in ("accepted", "judged"))
         seen.update(now)
         for i, token in enumerate(ids):
-            kind = "accepted" if i < accepted else "bonus" if accepted == proposed else "corrected"
+            kind = "accepted" if i < accepted else "bonus" if accepted == judged else "corrected"
             done.append(token)
             whole = s.tokenizer.decode(prompt.ids + done)
             if not whole.endswith("\ufffd"):  # a character may need several tokens

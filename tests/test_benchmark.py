@@ -28,6 +28,8 @@ from costModel import Costs, measure_costs, step_times
 from heads import save_head
 from loadModel import load_model
 from metrics import FIELDS, Column, Generation, Results, Round, median_interval, run_record, summarise
+from specSampling import Drafter, NGramDrafter
+from treeSampling import Tree
 from utils import SamplingParams
 
 TEXT = "\n\n".join(f"Line {i}: the cat sat on the mat and the dog ran to the hill, {i % 7} times." for i in range(60))
@@ -430,6 +432,7 @@ def test_settings_of_trees_stand_in_their_rows(run, heads):
     assert rows[3]["tree"] == [[0], [1], [0, 0]] and "tree" not in rows[4]
     assert rows[3]["expected_tokens"] == 1 + 0.5 + 0.25 + 0.5 * 0.375
     assert "medusa:3: a tree of 3 nodes, from which 1.94 tokens per round are expected; " in text
+    assert "\nheads     medusa: c = " in text and ", eagle: c = " in text
     titles = tables(text)["method"][0]
     assert titles[titles.index("tok/round") + 1 :][:2] == ["nodes", "depth"]
 
@@ -734,6 +737,25 @@ def test_show_prints_the_text_and_its_origin(run, heads, capsys):
     assert all(f"[{label}, " in shown for label in labels)
     assert "accepted, {+bonus}, {!corrected}" in shown
     assert "rounds for 20 tokens]" in shown
+
+
+def test_a_token_behind_a_leaf_is_no_correction(run, bench, monkeypatch, capsys):
+    """Each round proposes the right token without a child, and a wrong one with a child: nothing right is rejected."""
+    class Oracle(Drafter):
+        def propose(self, ids, limit):
+            text = expected[ids.shape[0] - 3 :] if limit > 1 else []
+            return Tree([text[0], text[0] + 1, 0], [-1, -1, 1], None, "top-k") if text else self.proposal(ids[:0], [])
+
+    prompts = bench.prompts_of
+    monkeypatch.setattr(bench, "prompts_of", lambda *arguments: [replace(prompts(*arguments)[0], ids=[5, 6, 7])])
+    expected = []
+    for drafter in (NGramDrafter, Oracle):
+        monkeypatch.setitem(bench.DRAFTERS, "spec", lambda s, setting: drafter())
+        monkeypatch.setattr(bench, "show_one", lambda *arguments, show=bench.show_one: (
+            out := show(*arguments), expected.extend(out.tokens))[0])
+        run("--show", "--methods", "spec", "--max-len", 13)
+    shown = capsys.readouterr().out.rpartition("[spec")[2].partition("]")[2]
+    assert "{+" in shown and "{!" not in shown and "7 rounds for 13 tokens" in shown
 
 
 @pytest.mark.parametrize("flags, words", [
