@@ -180,7 +180,7 @@ def sparse_tree(accuracy: list[list[float]], nodes: int, v: list[float] | None =
     heap: list = []
     push(1.0, (), 0)
     while heap and len(paths) < (nodes if v is None else min(nodes, len(v) - 1)):
-        value, k, path, above, rank = heapq.heappop(heap)
+        value, _, path, above, rank = heapq.heappop(heap)
         values.append(-value)
         paths.append(path)
         push(above, path[:-1], rank + 1)

@@ -10,7 +10,7 @@ else is eagle.py's: the layer, a module that is applied again to its own states,
 """
 
 import torch
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 
 from eagle import TRACE, Concatenated, DecoderLayer, EagleDrafter, EagleHead
 from engine import causal_mask

@@ -346,7 +346,7 @@ def test_right_guesses_are_accepted():
     assert tree_sampling(target, drafter, prompt, stop).tokens == text[: text.index(text[20]) + 1]
 
 
-@pytest.mark.parametrize("family, tops", [("llama", (3, 2)), ("llama", (1, 1)), ("gpt_neox", (2, 2))])
+@pytest.mark.parametrize("family, tops", [("llama", (3, 2)), ("gpt_neox", (1, 2))])
 def test_drawn_texts_follow_the_targets_law(family, tops):
     """Four tokens on a vocabulary of four at temperature 1: one of the prefill's, then trees. Chi-square."""
     target = lively(family, vocab=4, hidden=16, layers=1)
@@ -356,7 +356,7 @@ def test_drawn_texts_follow_the_targets_law(family, tops):
         laws = target(torch.tensor([[*prompt, *text]])).logits[0].double().softmax(-1)
         law[text] = float(torch.stack([laws[2 + i, x] for i, x in enumerate(text)]).prod())
     target, seen, nodes = CachedModel(target), Counter(), set()
-    for seed in range(500):
+    for seed in range(300):
         out = tree_sampling(target, drafter, prompt, SamplingParams(max_new_tokens=4, seed=seed))
         seen[tuple(out.tokens)] += 1
         nodes.update(round.nodes for round in out.rounds)
