@@ -92,10 +92,10 @@ def model_path(name):
     return folder
 
 
-def head_path(pair, kind):
-    """The folder of the pair's head of that kind, one of HEADS; None where there is none. ValueError: it is not whole."""
-    name = pair.heads.get(kind)
-    return model_path(name) if name and (MODELS / name).is_dir() else None
+def head_path(name):
+    """The folder of a draft head: models/<name> where there is one and no other folder of that name. Whether a head is
+    in it is told by heads.load_head."""
+    return MODELS / name if not Path(name).is_dir() and (MODELS / name).is_dir() else Path(name)
 
 
 def _is_here(name):
@@ -107,9 +107,6 @@ def _is_here(name):
 
 
 def _how_to_get(name):
-    kind = next((kind for pair in PAIRS.values() for kind, head in pair.heads.items() if head == name), None)
-    if kind:
-        return f"python trainHeads.py --kind {kind} trains it"
     if any(name in pair.drafts for pair in PAIRS.values() if pair.source == "pip"):
         return "it is shipped with the project in models/, or trainDraft.py trains it anew"
     for pair in PAIRS.values():

@@ -5,6 +5,7 @@
     python test.py --ppl 1 --ppl-tokens 20000
     python test.py --peers --prompts wikitext   # against transformers' methods and llama.cpp
     python test.py --speed 1 --methods target,spec:2,spec:8,dynamic:aimd,dynamic:cost
+    python test.py --speed 1 --methods target,tree,medusa:16,eagle:16,mtp:16,lookup+eagle --prompts pg19 --prompts FILE:qa
     python test.py --show --methods spec        # watch it decode
 
 Each constant has a flag that overrides it. Results are appended to results.txt and results.jsonl.
@@ -35,8 +36,8 @@ from cachedModel import CachedModel
 from downloadData import TEXTS, available_texts, prompt_set, short_name, text_of
 from engine import ENGINES, use_engine
 from heads import load_head, use_head_engine
-from loadModel import (check_pair, head_path, load_model, load_tokenizer, model_path, pick_device, pick_dtype,
-                       pick_engine, resolve_pair)
+from loadModel import (check_pair, head_path, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine,
+                       resolve_pair)
 from methods import (ACCEPTANCES, CONTROLLERS, DRAFTERS, HEADS, IDENTITY, TABLE, Setup, any_trees, check_label, decoded,
                      measured, name_of, needs_costs, plan_of, prepare_costs, setting_of)
 from metrics import Column, Generation, Results, append, as_script, fail, median, run_meta, summarise
@@ -210,18 +211,17 @@ def set_up(args, for_ppl: bool) -> Setup:
 
 
 def load_heads(args, pair, target) -> dict:
-    """kind -> head, of --heads and of the pair's those that --methods need and that are there. ValueError: damaged, of
-    another target, or two of a kind."""
+    """kind -> head, of --heads and of the pair's those that --methods need and that are there. ValueError: not there,
+    damaged, of another target, or two of a kind."""
     heads = {}
     for name in args.heads or ():
-        head = load_head(model_path(name), target, HEADS)
+        head = load_head(head_path(name), target, HEADS)
         if heads.setdefault(head.kind, head) is not head:
             raise ValueError(f"--heads names two heads of kind {head.kind}: which one is meant?")
-    for kind in HEADS:
-        needed = kind not in heads and any(TABLE[name_of(label)].models == kind for label in args.methods)
-        folder = head_path(pair, kind) if needed else None
-        if folder is not None:
-            heads[kind] = load_head(folder, target, HEADS)
+    needed = {TABLE[name_of(label)].models for label in args.methods} - heads.keys()
+    for kind, name in pair.heads.items():
+        if kind in needed and head_path(name).is_dir():
+            heads[kind] = load_head(head_path(name), target, HEADS)
     return heads
 
 

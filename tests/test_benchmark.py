@@ -773,7 +773,7 @@ def test_a_token_behind_a_leaf_is_no_correction(run, bench, monkeypatch, capsys)
     (["--nodes", "0"], "--nodes must be at least 1"),
     (["--tree-rule", "none"], "--tree-rule"),
     (["--methods", "medusa,lookup+eagle"], "none of --methods can run"),
-    (["--heads", "no/such-head"], "no/such-head"),
+    (["--heads", "no/such-head"], "no head in no/such-head: trainHeads.py trains one"),
     (["--peers", "--speed", "0"], "--peers is a speed part"),
     (["--engine", "warp"], "--engine"),
     (["--maxLen", "0"], "--max-len must be at least 1"),

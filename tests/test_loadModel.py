@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import loadModel
 from conftest import tiny_model
-from loadModel import (MANIFEST, PAIRS, check_pair, load_model, load_tokenizer, model_path, n_parameters,
+from loadModel import (MANIFEST, PAIRS, check_pair, head_path, load_model, load_tokenizer, model_path, n_parameters,
                        pick_device, pick_dtype, resolve_pair, what_is_missing)
 
 
@@ -92,6 +92,15 @@ def test_a_model_is_found_by_folder_by_name_and_by_last_part(saved):
     assert model_path("tiny") == model_path("somebody/tiny") == saved
     with pytest.raises(ValueError, match="holds somebody/tiny, not another/tiny"):
         model_path("another/tiny")
+
+
+def test_a_head_is_found_by_folder_and_by_name(models_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert head_path("smollm2-eagle").parts == ("smollm2-eagle",)
+    (models_folder / "smollm2-eagle").mkdir()
+    assert head_path("smollm2-eagle") == models_folder / "smollm2-eagle"
+    (tmp_path / "smollm2-eagle").mkdir()
+    assert head_path("smollm2-eagle").parts == ("smollm2-eagle",)
 
 
 def damage_config(folder):
