@@ -77,8 +77,8 @@ class Concatenated(nn.Module):
 class EagleHead(Head):
     """One decoder layer on (embedding of the next token, feature); see the file's docstring.
 
-    hidden, vocab, kept: as in Head. inner, heads: of the layer. copying: let the attention also see the token before and
-    the plain embedding, so that one layer can copy what followed the present token earlier in the text (`plant`);
+    hidden, vocab, kept: as in Head. inner, heads: of the layer. copying: let the attention also see the token before
+    and the plain embedding, so that one layer can copy what followed the present token earlier in the text (`plant`);
     without it the layer is the paper's. limit: positions that the rotary table has.
     """
 
@@ -128,18 +128,18 @@ class EagleHead(Head):
                 plant(self, layer, tied)
 
     def extra(self, e: Tensor, before: Tensor) -> Tensor:
-        """What the attention sees besides: the embedding, and the code of the one before. [..., d + the code's size] or none."""
+        """What the attention sees besides: the embedding, and the code of the one before; [..., 0] without copying."""
         if self.code is None:
             return e[..., :0]
         return torch.cat((level(e), self.code(level(before))), -1)
 
     def unroll(self, ids: LongTensor, features: Tensor, steps: int, share: float = 1.0) -> list[tuple]:
-        """Drafts from every position of a text at once, each `steps` long and on the head's own features from its second
+        """Drafts from every position of a text at once, each `steps` long, on the head's own features from its second
         step on (in place of the target's), so that the head learns from what it will be given.
 
         ids [B, L], features [B, L - 1, d] -> for each step s the start positions i [N] and the guessed features
-        f_(i + 1 + s) [B, N, d]. A draft that starts at i sees, as in decoding, the target's features up to i and its own
-        steps; of module m what it makes of the tokens that are known, which are those up to i - m, and its own steps.
+        f_(i + 1 + s) [B, N, d]. A draft that starts at i sees, as in decoding, the target's features up to i and its
+        own steps; of module m what it makes of the tokens that are known, which are those up to i - m, and its own steps.
         share: of the positions, drawn behind the first step of the last module; they go on.
         """
         e, out, kept = F.embedding(ids, self.embedding), [], []

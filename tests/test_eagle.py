@@ -1,0 +1,287 @@
+"""EAGLE: training and decoding see the same, trees hold the best nodes, decoding stays the target's."""
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from cachedModel import CachedModel
+from conftest import tiny_model
+from eagle import EagleDrafter, EagleHead, Growth
+from engine import causal_mask, use_engine
+from heads import fingerprint, load_head, save_head, use_head_engine
+from lively import lively, random_ids
+from regrSampling import autoregressive_sampling
+from specSampling import CombinedDrafter
+from tabular import chi_square_p
+from treeSampling import tree_sampling
+from utils import SamplingParams
+
+KINDS = {"eagle": EagleHead}
+
+
+def head_of(target, kept=0, seed=0, **options):
+    weight = target.get_output_embeddings().weight
+    options = {"inner": 32, "heads": 2, "limit": 160, **options}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = EagleHead(weight.shape[1], weight.shape[0], kept, **options)
+        head.bind(target, torch.arange(0, 2 * kept, 2) if kept else None)
+        head.start(tied=False)
+        for weight in head.parameters():
+            if weight.requires_grad and weight.dim() == 2:
+                weight.data += 0.2 * torch.randn(weight.shape)
+    return head.eval().requires_grad_(False)
+
+
+def features_of(target, ids):
+    return target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+# -------------------------------------------------------------------------------------------- training and decoding
+
+
+@pytest.mark.parametrize("copying", [True, False])
+@torch.inference_mode()
+def test_a_draft_in_training_is_the_draft_of_decoding(copying):
+    """Every start and every step of unroll is what decoding makes of the same tokens, pair by pair."""
+    target = lively("llama")
+    head = head_of(target, copying=copying)
+    ids = torch.tensor([random_ids(14, seed=1), random_ids(14, seed=2)])
+    features = features_of(target, ids[:, :-1])
+    unrolled = head.unroll(ids, features, 3)
+    for row, start in itertools.product(range(2), (0, 3, 9)):
+        kv = torch.zeros(2, 2, 160, 8)
+        n, text = start + 1, ids[row]
+        f, _ = head(text[1 : n + 1], text[:n], features[row, :n], kv, 0, n, causal_mask(0, n, features),
+                    head.cos[:n], head.sin[:n], 1)
+        f = f[-1:]
+        for s in range(3):
+            at, expected = unrolled[s]
+            assert torch.allclose(f[0], expected[row, at.tolist().index(start)], atol=1e-4)
+            p = n + s  # the next pair: the token behind, and the guessed feature
+            f, _ = head(text[p + 1 : p + 2], text[p : p + 1], f, kv, p, p + 1, torch.zeros(1, p + 1),
+                        head.cos[p : p + 1], head.sin[p : p + 1], 1)
+
+
+def test_a_share_of_the_starts_gives_the_same_guesses():
+    target = lively("llama")
+    head, ids = head_of(target), torch.tensor([random_ids(30, seed=1)])
+    features = features_of(target, ids[:, :-1])
+    everything = head.unroll(ids, features, 3)
+    torch.manual_seed(0)
+    part = head.unroll(ids, features, 3, share=0.5)
+    assert 0 < len(part[1][0]) < len(everything[1][0])
+    for (at, f), (all_at, all_f) in zip(part, everything):
+        where = torch.tensor([all_at.tolist().index(i) for i in at.tolist()])
+        assert torch.allclose(f, all_f[:, where], atol=1e-5)
+
+
+def test_the_loss_falls_and_guesses_become_right():
+    target = lively("llama")
+    head = head_of(target).requires_grad_(True)
+    head.out.requires_grad_(False)
+    ids = (torch.randint(32, (16, 1)) + torch.arange(30)) % 32
+    features = features_of(target, ids[:, :-1])
+    batch = dict(ids=ids, features=features, keep=torch.ones_like(ids, dtype=torch.bool), top=ids[:, 1:, None],
+                 logp=torch.zeros(16, 29, 1).half())
+    optim, losses = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=0.01), []
+    for _ in range(60):
+        loss, parts = head.loss(batch)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 4
+    assert set(parts) == {f"{part} {s}" for part in ("step", "feature") for s in (1, 2, 3)}
+    right = head.guesses(ids, features, 3)
+    for k in (1, 2, 3):
+        assert (right[k - 1, :, : 28 - k] == ids[:, 1 + k : 29]).float().mean() > 0.9
+        assert (right[k - 1, :, 29 - k :] == -1).all()  # no token stands there
+
+
+def test_a_token_without_a_column_teaches_nothing():
+    target = lively("llama")
+    head = head_of(target, kept=8)  # the even ids below 16
+    ids = torch.tensor([random_ids(12)])
+    features = features_of(target, ids[:, :-1])
+    batch = dict(ids=ids, features=features, keep=torch.ones_like(ids, dtype=torch.bool),
+                 top=torch.full((1, 11, 2), 4), logp=torch.tensor([0.6, 0.3]).log().expand(1, 11, 2).half())
+    batch["top"][..., 1] = 31  # it has no column
+    whole = head.loss(batch, steps=1, feature_weight=0.0)[0]
+    assert whole.isfinite()
+    batch["top"][:, 5:, 0] = 31
+    first = {**batch, "keep": batch["keep"].clone()}
+    first["keep"][:, 6:] = False
+    torch.testing.assert_close(head.loss(batch, steps=1, feature_weight=0.0)[0],
+                               head.loss(first, steps=1, feature_weight=0.0)[0])
+
+
+def test_the_planted_start_copies_what_followed_before():
+    """A tied target whose features say nothing: only the planted attention can find the token."""
+    target = tiny_model("llama", hidden=64, vocab=48, tie_word_embeddings=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target.get_input_embeddings().weight.data.normal_()
+        head = EagleHead(64, 48, inner=32, heads=4, limit=160).bind(target)
+        head.start(tied=True)
+        first = torch.randperm(48)[:16]
+    ids = torch.cat((first, first))[None]
+    found = head.guesses(ids, torch.zeros(1, 31, 64), 1)[0, 0, 15:29]
+    assert (found == ids[0, 17:31]).float().mean() > 0.6  # by chance 1 in 48
+
+
+# ------------------------------------------------------------------------------------------------------- the tree
+
+
+def grown(rows_of, drafter, depth):
+    """A tree grown from tables: rows_of(path of tokens) -> [(logp, id), ...]."""
+    tree, parents, paths = Growth(drafter), [-1], {-1: ()}
+    for level in range(1, depth + 1):
+        rows = []
+        for parent in parents:
+            children = rows_of(paths[parent])
+            rows.append([logp for logp, _ in children] + [x for _, x in children])
+        tree.add(rows, parents)
+        paths |= {i: (*paths[tree.parents[i]], tree.tokens[i]) for i in range(len(tree.tokens))}
+        parents = tree.promising(level)
+        if not parents:
+            break
+    return tree, paths
+
+
+def law_of(path, branch=3):
+    generator = torch.Generator().manual_seed(hash(path) % 2**31)
+    p = torch.rand(branch, generator=generator, dtype=torch.float64) ** 3
+    return [(math.log(x), i) for i, x in enumerate((p / p.sum() * 0.95).tolist())]
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 7, 12])
+def test_the_nodes_are_the_best_of_all_there_are(nodes):
+    """With a beam that keeps all nodes, brute force over all paths of the depth finds the same products."""
+    drafter = EagleDrafter(head_of(lively("llama")), nodes=nodes, beam=10**6)
+    tree, _ = grown(law_of, drafter, 3)
+    best = tree.best("cpu")
+    products = []
+    for depth in (1, 2, 3):
+        for path in itertools.product(range(3), repeat=depth):
+            products.append(math.exp(sum(law_of(path[:i])[path[i]][0] for i in range(depth))))
+    order = sorted(range(len(tree.chance)), key=lambda i: (-tree.chance[i], i))[:nodes]
+    assert [tree.chance[i] for i in order] == pytest.approx(sorted(products, reverse=True)[:nodes])
+    best.check()
+    assert len(best.parents) == nodes
+
+
+def test_as_many_nodes_as_pay():
+    head = head_of(lively("llama"))
+    free = EagleDrafter(head, v=[1.0] * 30, c=0.0)
+    dear = EagleDrafter(head, v=[1.0 + n for n in range(30)], c=0.0)
+    some = EagleDrafter(head, v=[1.0 + 0.2 * n for n in range(30)], c=0.05)
+    sizes = [len(grown(law_of, drafter, 3)[0].best("cpu").parents) for drafter in (free, some, dear)]
+    assert sizes[0] == min(len(grown(law_of, free, 3)[0].tokens), 29) and sizes[2] == 1
+    assert sizes[0] > sizes[1] > sizes[2]
+    tree, _ = grown(law_of, some, 3)
+    ranked, spent = sorted(tree.chance, reverse=True), 0.05 * tree.passes
+    speeds = [(1 + sum(ranked[:n])) / (spent + some.v[n]) for n in range(1, len(ranked) + 1)]
+    assert sizes[1] == 1 + max(range(len(speeds)), key=speeds.__getitem__)
+
+
+def test_a_deeper_level_is_grown_only_where_it_pays():
+    head = head_of(lively("llama"))
+    sure = lambda path: [(math.log(0.9), 1), (math.log(0.05), 2)]
+    unsure = lambda path: [(math.log(0.2), 1), (math.log(0.19), 2)]
+    drafter = EagleDrafter(head, v=[1 + 0.1 * n for n in range(30)], c=0.1)
+    assert grown(sure, drafter, 6)[0].passes == 6
+    assert grown(unsure, drafter, 6)[0].passes == 1
+
+
+# ------------------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("engine", ["eager", "packed", "int8"])
+def test_greedy_ids_are_the_targets_own(family, engine):
+    target = lively(family)
+    head = head_of(target, kept=12)
+    assert use_engine(target, engine) == engine
+    use_head_engine(head, target)
+    params = SamplingParams(temperature=0, max_new_tokens=50)
+    plain = autoregressive_sampling(target, [1, 2, 3], params)
+    v = [1 + 0.05 * n for n in range(12)]
+    for drafter in (EagleDrafter(head, nodes=6), EagleDrafter(head, nodes=16, gamma=3, beam=2), EagleDrafter(head, v=v),
+                    CombinedDrafter(EagleDrafter(head, nodes=5), 0.1, v)):
+        drafted = tree_sampling(target, drafter, [1, 2, 3], params)
+        assert drafted.tokens == plain.tokens
+        assert drafted.draft_forwards >= len([r for r in drafted.rounds if r.nodes])
+
+
+def test_the_law_stays_the_targets_at_temperature_1():
+    target = lively("llama", vocab=6)
+    head = head_of(target, heads=2)
+    counts, n = Counter(), 3000
+    model, drafter = CachedModel(target), EagleDrafter(head, nodes=5, gamma=2)
+    for seed in range(n):
+        counts[tuple(tree_sampling(model, drafter, [1, 2], SamplingParams(max_new_tokens=3, seed=seed)).tokens)] += 1
+    law = {}
+    for path in itertools.product(range(6), repeat=3):
+        logits = target(torch.tensor([[1, 2, *path[:2]]])).logits[0, 1:].softmax(-1)
+        law[path] = float(logits[range(3), path].prod())
+    assert chi_square_p(counts, law) > 1e-4
+
+
+def test_the_cache_is_refilled_with_the_targets_features():
+    """Whatever was accepted, a drafter that has followed a generation proposes what a new one proposes on its text."""
+    target = lively("llama")
+    head = head_of(target)
+    model, drafter = CachedModel(target), EagleDrafter(head, nodes=6)
+    out = tree_sampling(model, drafter, [1, 2, 3], SamplingParams(temperature=0, max_new_tokens=25))
+    ids = torch.tensor([1, 2, 3, *out.tokens])
+    model.rollback(len(ids) - 1)
+    if model.length < len(ids) - 1:
+        model.forward(ids[:-1])
+    drafter.rollback(len(ids))
+    old = drafter.propose(ids, 8)
+    drafter.length = 0
+    new = drafter.propose(ids, 8)
+    assert old.tokens.tolist() == new.tokens.tolist() and old.parents == new.parents
+
+
+def test_the_prompts_round_proposes_nothing():
+    target = lively("llama")
+    drafted = tree_sampling(target, EagleDrafter(head_of(target), nodes=4), [5], SamplingParams(max_new_tokens=9, seed=1))
+    assert drafted.rounds[0].nodes == 0 and any(r.nodes == 4 for r in drafted.rounds[1:])
+
+
+# ------------------------------------------------------------------------------------------------- files, refusals
+
+
+def test_a_saved_head_comes_back_and_another_target_is_refused(tmp_path):
+    target = lively("llama")
+    head = head_of(target, kept=12)
+    save_head(head, tmp_path, target)
+    again = load_head(tmp_path, target, KINDS)
+    assert again.config == head.config and torch.equal(again.ids, head.ids)
+    assert torch.equal(again.layer.o.weight, head.layer.o.weight.bfloat16().float())
+    assert torch.equal(again.out.weight, target.get_output_embeddings().weight[head.ids])
+    assert fingerprint(target) == fingerprint(lively("llama"))
+    with pytest.raises(ValueError, match="trained for"):
+        load_head(tmp_path, lively("llama", seed=5), KINDS)
+    with pytest.raises(ValueError, match="hidden size"):
+        head.bind(lively("llama", hidden=32))
+    with pytest.raises(ValueError, match="trainHeads.py"):
+        load_head(tmp_path / "nowhere", target, KINDS)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_head(tmp_path, target, KINDS)
+
+
+@pytest.mark.parametrize("wrong", [dict(), dict(nodes=0), dict(nodes=4, branch=0), dict(nodes=4, beam=0)])
+def test_wrong_arguments(wrong):
+    with pytest.raises(ValueError):
+        EagleDrafter(head_of(lively("llama")), **wrong)
+
+
+def test_wrong_shapes():
+    with pytest.raises(ValueError, match="even size"):
+        EagleHead(16, 32, heads=5)
