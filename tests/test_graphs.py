@@ -261,6 +261,9 @@ def test_logits_outlive_the_next_pass(small, device):
     model.rollback(6)
     assert not torch.equal(model.forward(torch.cat((ids[:6], ids[:2])), keep=2), copies[-1])
     assert all(map(torch.equal, logits, copies))
+    with torch.inference_mode():
+        hidden = [model.lean(ids[:2] + i, model.kv, 4, 1)[1] for i in range(2)]
+    assert not torch.equal(*hidden)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -49,8 +49,10 @@ def path_to(parents, node):
 
 
 @st.composite
-def trees(draw, most=12):
-    return [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(0, most)))]
+def trees(draw, most=14):
+    """Bushes, and long branches that leave the windows of the sliding families (8) behind."""
+    reach = draw(st.sampled_from([2, most]))
+    return [draw(st.integers(max(-1, i - reach), i - 1)) for i in range(draw(st.integers(0, most)))]
 
 
 examples = settings(derandomize=True, deadline=None, database=None, max_examples=12)
@@ -96,6 +98,27 @@ def test_the_path_that_stays_is_as_if_fed_alone(which, parents, n, data):
     assert close(model.forward(ids), fresh.forward(ids), name)
     if keeps:
         assert close(model.features, fresh.features, name)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_window_is_one_of_positions(family):
+    """In a branch behind another one a column stands further on than its position."""
+    ids, tokens, parents = some_ids(5), some_ids(17), [-1, 0, 1, -1, *range(3, 16)]
+    logits = CachedModel(MODELS[family, "eager"]).forward_tree(ids, tokens, parents)
+    chain = CachedModel(MODELS[family, "eager"]).forward(torch.cat((ids, tokens[3:])), keep=14)
+    assert close(logits[4:], chain, "eager")
+
+
+def test_what_was_kept_is_not_fed_again():
+    model, ids, fed = CachedModel(MODELS["llama", "packed"]), some_ids(9), []
+    hook = model.lean.register_forward_pre_hook(lambda _, how: fed.append(len(how[0])))
+    model.forward_tree(ids[:5], ids[5:8], [-1, 0, 0])
+    model.keep_path(5, [0, 2])
+    kept = ids[[0, 1, 2, 3, 4, 5, 7, 8]]
+    model.forward(kept)
+    model.forward_tree(torch.cat((kept, ids[:1])), some_ids(2), [-1, -1])
+    hook.remove()
+    assert fed == [8, 1, 3]
 
 
 def test_columns_move_only_where_they_must():
