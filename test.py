@@ -5,7 +5,7 @@
     python test.py --ppl 1 --ppl-tokens 20000
     python test.py --peers --prompts wikitext   # against transformers' methods and llama.cpp
     python test.py --speed 1 --methods target,spec:2,spec:8,dynamic:aimd,dynamic:cost
-    python test.py --speed 1 --methods target,tree,medusa:16,eagle:16,mtp:16,lookup+eagle --prompts pg19 --prompts FILE:qa
+    python test.py --speed 1 --methods target,tree,medusa:16,eagle:16,lookup+eagle --prompts pg19 --prompts FILE:qa
     python test.py --show --methods spec        # watch it decode
 
 Each constant has a flag that overrides it. Results are appended to results.txt and results.jsonl.

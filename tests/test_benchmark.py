@@ -750,7 +750,7 @@ def test_a_token_behind_a_leaf_is_no_correction(run, bench, monkeypatch, capsys)
     monkeypatch.setattr(bench, "prompts_of", lambda *arguments: [replace(prompts(*arguments)[0], ids=[5, 6, 7])])
     expected = []
     for drafter in (NGramDrafter, Oracle):
-        monkeypatch.setitem(bench.DRAFTERS, "spec", lambda s, setting: drafter())
+        monkeypatch.setitem(bench.DRAFTERS, "spec", lambda s, setting, drafter=drafter: drafter())
         monkeypatch.setattr(bench, "show_one", lambda *arguments, show=bench.show_one: (
             out := show(*arguments), expected.extend(out.tokens))[0])
         run("--show", "--methods", "spec", "--max-len", 13)
