@@ -191,8 +191,8 @@ class CachedModel:
 
         parents: of each node the index of its parent, which stands before it, or -1 for a child of the root, which is
         the last token of `ids`. A node sees `ids`, its ancestors and itself; its position is n + depth (0 for the
-        root's children). Afterwards length is n + m, the nodes' columns in order behind the sequence's: what is not kept
-        by keep_path is forgotten by the next pass.
+        root's children). Afterwards length is n + m, the nodes' columns in order behind the sequence's: what keep_path
+        does not keep is forgotten by the next pass.
         Raises ValueError for parents that are none, a tree that leaves the context, or a model that takes no tree.
         """
         parents, m = tuple(parents), tokens.shape[0]
