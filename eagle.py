@@ -17,6 +17,7 @@ from torch import LongTensor, Tensor, nn
 from engine import StaticKV, attend, causal_mask, rotate, without_python, write
 from heads import Head, HeadDrafter, law_loss
 from treeSampling import Tree
+from utils import largest
 
 # RoPE so slow that half of each attention head can match content (see plant), and the strengths of the planted start.
 ROPE_THETA, SLOW = 1e8, 1e-3
@@ -383,7 +384,7 @@ class EagleDrafter(HeadDrafter):
     def confidences(self, logits: Tensor) -> list[list]:
         """Of each row of logits [n, C] the likeliest children: their log-probabilities, then their ids."""
         logits = logits / (self.params.temperature or 1.0)
-        top, columns = logits.topk(self.branch, dim=-1)
+        top, columns = largest(logits, self.branch)
         logp = top - logits.logsumexp(dim=-1, keepdim=True)
         return torch.cat((logp.double(), self.head.ids[columns].double()), -1).tolist()  # the level's synchronisation
 
