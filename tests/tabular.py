@@ -151,8 +151,8 @@ def tried(p, q, tokens, rule):
 
 
 def tree_uniforms(choose, p, tree):
-    """A number for each node of a Tree under the laws p: one below or above the probability that it is accepted, by
-    choice; 0.5 where verification does not come by."""
+    """A number for each node of a Tree under the laws p: one just below or just above the probability that it is
+    accepted, by choice; 0.5 where verification does not come by."""
     p, q = p.dense().double(), tree.laws.dense().double() if tree.rule != "top-k" else p.dense().double()
     p, q = (torch.nn.functional.pad(law, (0, max(p.shape[1], q.shape[1]) - law.shape[1])).tolist() for law in (p, q))
     numbers, at = [0.5] * len(tree.parents), -1
@@ -161,7 +161,7 @@ def tree_uniforms(choose, p, tree):
         tokens = tree.tokens[nodes].tolist()
         for node, a in zip(nodes, tried(p[parent + 1], q[nodes[0]], tokens, tree.rule)[0] if nodes else ()):
             rejected = choose([a, 1 - a])
-            numbers[node] = (1 + a) / 2 if rejected else a / 2
+            numbers[node] = a + (1 - a) / 100 if rejected else a * 99 / 100
             if not rejected:
                 at = node
                 break
@@ -190,7 +190,7 @@ def law_of_decoder(monkeypatch, decode):
         for i, (p_x, q_x) in enumerate(zip(*(of.tolist() for of in of_x))):
             a = min(1.0, p_x / q_x)
             rejected = state.choose([a, 1 - a])
-            yield (1 + a) / 2 if rejected else a / 2
+            yield a + (1 - a) / 100 if rejected else a * 99 / 100
             if rejected:  # what stands behind is not looked at
                 yield from [0.5] * (len(tokens) - i - 1)
                 return
