@@ -1,6 +1,7 @@
 """Train Medusa, EAGLE and MTP heads for any target: its features and laws once, then one head after another."""
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -109,14 +110,18 @@ def batches_aside(shards, args):
 
 # --------------------------------------------------------------------------------------------------- train
 
+def values_of(options):
+    """{name: value} of NAME=VALUE, the values as in JSON."""
+    return {name: json.loads(value) for name, _, value in (option.partition("=") for option in options)}
+
+
 def make_head(args, target, shards):
     """A new head of that kind, bound to the target, its vocabulary cut to the most frequent ids of the shards."""
     torch.manual_seed(args.seed)
     weight = target.get_output_embeddings().weight
     kept = args.vocab if 0 < args.vocab < weight.shape[0] else 0
     try:
-        options = {name: json.loads(value) for name, _, value in (option.partition("=") for option in args.option)}
-        head = KINDS[args.kind](weight.shape[1], weight.shape[0], kept, **options)
+        head = KINDS[args.kind](weight.shape[1], weight.shape[0], kept, **values_of(args.option))
     except (TypeError, ValueError) as error:
         raise ValueError(f"--option {' '.join(args.option)}: {error}") from None
     head.bind(target, shards.frequent(kept, weight.shape[0]).sort().values if kept else None)
@@ -140,7 +145,8 @@ def train_step(head, optims, shards, args, step, progress, target=None):
     batch = teacher_batch(shards, args, np.random.default_rng((args.seed, step, 7)))
     torch.manual_seed(args.seed * 1_000_003 + step)
     with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-        loss, parts = head.loss(batch) if target is None else head.joint_loss(target, batch)
+        loss, parts = (head.loss(batch, **args.weights) if target is None
+                       else head.joint_loss(target, batch, **args.weights))
     loss.backward()
     factor = min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, max(0.0, (1 - progress) / DECAY))
     for optim in optims:
@@ -309,7 +315,7 @@ def write_card(args, head, shards, state, figures, work):
     noted = [folder / COMMANDS for folder in (args.teacher, work) if (folder / COMMANDS).exists()]
     commands = dict.fromkeys(line for path in noted for line in path.read_text().splitlines()
                              if "--kind" not in line or f"--kind {args.kind} " in line)
-    shown = {k: v for k, v in head.config.items() if k not in ("tree", "accuracy", "hidden", "vocab", "kept")}
+    shown = args.weights | {k: v for k, v in head.config.items() if k not in ("tree", "accuracy", "hidden", "vocab", "kept")}
     tree = ""
     if head.config.get("tree"):
         length = expected_length(head.config["accuracy"], head.config["tree"])
@@ -343,6 +349,7 @@ def parse(argv):
                    "(default: models/<target>-heads.work)")
     p.add_argument("--only", choices=("sample", "score", "features", "train"), help="only this stage")
     p.add_argument("--option", nargs="+", default=[], help="NAME=VALUE of the head's constructor, e.g. copying=false")
+    p.add_argument("--loss", nargs="+", default=[], help="NAME=VALUE of the head's loss, e.g. feature_weight=0.1")
     p.add_argument("--joint", type=Path, help="Medusa-2: train the target too, into this folder, from a trained --out")
     p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     add_data_flags(p)
@@ -397,6 +404,11 @@ def check(args):
                  "depths", "tree_nodes"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
+    try:
+        args.weights = values_of(args.loss)
+        inspect.signature(KINDS[args.kind].loss).bind(None, None, **args.weights)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--loss {' '.join(args.loss)}: {error}") from None
     if args.vocab < 0:
         raise ValueError(f"--vocab must be 0 (all) or more, not {args.vocab}")
     if args.context < 8 or args.held_new <= args.depths:

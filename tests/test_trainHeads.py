@@ -71,14 +71,11 @@ def test_a_batch_has_what_belongs_together(work):
         rows, length = batch["ids"].shape
         assert length <= 20 and batch["keep"].shape == (rows, length)
         assert batch["features"].shape[:2] == batch["top"].shape[:2] == batch["logp"].shape[:2] == (rows, length - 1)
-        source = next(s for s in shards.loaded
-                      if any((batch["ids"][0].numpy() == s["ids"][:, i : i + length]).all(1).any()
-                             for i in range(s["ids"].shape[1] - length + 1)))
-        row, start = next((r, i) for i in range(source["ids"].shape[1] - length + 1)
-                          for r in range(len(source["ids"]))
-                          if (batch["ids"][0].numpy() == source["ids"][r, i : i + length]).all())
-        assert (source["features"][row, start : start + length - 1] == batch["features"][0].numpy()).all()
-        assert (source["top"][row, start : start + length - 1] == batch["top"][0].numpy()).all()
+        ids, features, top = (batch[name][0].numpy() for name in ("ids", "features", "top"))
+        places = [(s, row, at) for s in shards.loaded for row in range(len(s["ids"]))  # the text may stand in several
+                  for at in range(s["ids"].shape[1] - length + 1) if (s["ids"][row, at : at + length] == ids).all()]
+        assert any((s["features"][row, at : at + length - 1] == features).all()
+                   and (s["top"][row, at : at + length - 1] == top).all() for s, row, at in places)
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -164,6 +161,8 @@ def test_medusa2_trains_the_target_and_reports_its_drift(target_folder, work, tm
     (["--only", "train", "--out", "x"], "--steps"),
     (["--only", "train", "--out", "x", "--steps", "2", "--kind", "eagle", "--option", "colour=3"], "--option"),
     (["--only", "train", "--out", "x", "--steps", "2", "--option", "heads=three"], "--option"),
+    (["--only", "train", "--out", "x", "--steps", "2", "--loss", "colour=3"], "--loss"),
+    (["--only", "train", "--out", "x", "--steps", "2", "--loss", "steps=three"], "--loss"),
     (["--only", "train", "--out", "x", "--steps", "2", "--text", "nowhere.txt"], "nowhere.txt"),
     (["--only", "train", "--out", "x", "--steps", "2", "--teacher", "nowhere"], "nowhere"),
     (["--evaluate", "x"], "--held-out"),
