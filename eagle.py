@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from engine import StaticKV, attend, causal_mask, rotate, without_python, write
+from engine import SLICE, StaticKV, attend, causal_mask, rotate, without_python, write
 from heads import Head, HeadDrafter, law_loss
+from medusa import parents_of
+from specSampling import MeasuredSpeed, Proposal
 from treeSampling import Tree
 from utils import largest
 
@@ -95,16 +97,17 @@ class EagleHead(Head):
         self.build(hidden, inner, heads, hidden + min(CODE, hidden) if copying else 0)
         frequency = ROPE_THETA ** (-torch.arange(hidden // heads // 2) / (hidden // heads // 2))
         angles = torch.outer(torch.arange(limit).float(), frequency)[:, None]  # [limit, 1, head_dim / 2]
-        self.cos = torch.cat((angles.cos(), angles.cos()), -1)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), -1)
+        self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), -1), persistent=False)
         self.bound()
 
     def bound(self):
-        self.passes = {}  # of decoding, by module, once they are made; a dict, as they are no part of the state
+        self.passes, self.codes = {}, None  # of decoding, once they are made: no part of the state
 
     def forward(self, *step, module: int = 0) -> tuple[Tensor, Tensor]:
         """A step of decoding, see DraftPass; made on the first call, when the layers are on their engine."""
         if module not in self.passes:
+            self.codes = coded(self) if self.codes is None else self.codes
             self.passes[module] = without_python(DraftPass(self, module).eval())
         with torch.jit.optimized_execution(False):
             return self.passes[module](*step)
@@ -140,7 +143,7 @@ class EagleHead(Head):
 
         ids [B, L], features [B, L - 1, d] -> for each step s the start positions i [N] and the guessed features
         f_(i + 1 + s) [B, N, d]. A draft that starts at i sees, as in decoding, the target's features up to i and its
-        own steps; of module m what it makes of the tokens that are known, which are those up to i - m, and its own steps.
+        own steps; of module m what it makes of the tokens that are known, those up to i - m, and its own steps.
         share: of the positions, drawn behind the first step of the last module; they go on.
         """
         e, out, kept = F.embedding(ids, self.embedding), [], []
@@ -170,10 +173,12 @@ class EagleHead(Head):
              kl_weight: float = 1.0, ce_weight: float = 0.5) -> tuple[Tensor, dict[str, float]]:
         """Loss over the steps, each weighing `decay` of the one before: of the laws, and (EAGLE-1, section 4.2)
         feature_weight x SmoothL1 of the features. Returns (loss [], the parts by name). batch: see heads.Head."""
-        column, total, parts = self.column, 0.0, {}
+        column, total, parts = self.column, 0.0 * sum(p.sum() for p in self.parameters() if p.requires_grad), {}
         for s, (at, f) in enumerate(self.unroll(batch["ids"], batch["features"], steps, share)):
             law = at + 1 + s  # the law of token i + 2 + s stands behind the token before it
             rows = batch["keep"][:, law + 1] & (column[batch["top"][:, law, 0]] >= 0)
+            if not rows.any():
+                continue
             loss = law_loss(self.out(self.leave(f[rows])), batch["top"][:, law][rows], batch["logp"][:, law][rows],
                             column, kl_weight, ce_weight)
             parts[f"step {s + 1}"] = float(loss.detach())
@@ -269,8 +274,7 @@ class DraftPass(nn.Module):
 
     def __init__(self, head: EagleHead, module: int = 0):
         super().__init__()
-        self.embedding, self.copying = head.embedding, head.code is not None
-        self.code = head.code if self.copying else nn.Identity()
+        self.embedding, self.codes, self.copying = head.embedding, head.codes, head.code is not None
         _, self.enter, self.layer = head.stage(module)
         self.leave, self.out = head.leave, head.out
 
@@ -281,16 +285,26 @@ class DraftPass(nn.Module):
         e = F.embedding(tokens, self.embedding)
         extra = e[:, :0]
         if self.copying:
-            b = F.embedding(before, self.embedding)
-            size = e.shape[-1:]
-            extra = torch.cat((F.rms_norm(e, size), self.code(F.rms_norm(b, size))), -1)
+            extra = torch.cat((F.rms_norm(e, e.shape[-1:]), F.embedding(before, self.codes)), -1)
         x = self.layer(self.enter(e, f), extra, columns, start, width, mask, cos, sin)
         return x, self.out(self.leave(x[x.shape[0] - keep :]))
+
+
+@torch.inference_mode()
+def coded(head: EagleHead) -> Tensor:
+    """The code of every token, [V, code size], as DraftPass looks it up."""
+    if head.code is None:
+        return head.embedding[:, :0]
+    return torch.cat([head.code(level(part)) for part in head.embedding.split(4096)])
 
 
 # --------------------------------------------------------------------------------------------------- the tree
 
 BRANCH, BEAM = 4, 4  # children that a node may have, nodes of a level that are expanded
+
+# Where tokens are drawn, how likely the first child is accepted: A + B sqrt(sum of q^2), and each later one, if those
+# before it were rejected, as a part of that. Measured with the shipped head at temperature 1; see EagleDrafter.trust.
+FIRST, PEAKED, LATER = 0.15, 0.6, (1.0, 0.42, 0.25, 0.2)
 
 
 class EagleDrafter(HeadDrafter):
@@ -298,43 +312,68 @@ class EagleDrafter(HeadDrafter):
 
     The head's law of a token, multiplied along a path, is close to the chance that the path is accepted. Level by level
     the BEAM nodes with the greatest products are expanded; in the end the best nodes of all are verified, which with
-    their ancestors form a tree, as no product is greater than its parent's. They are taken, not drawn (rule "top-k"),
-    which is exact at every temperature.
+    their ancestors form a tree, as no product is greater than its parent's. Greedy, children are the likeliest tokens
+    (rule "top-k"). At a temperature they are drawn from the head's law without replacement, which nearly doubles what
+    is accepted. Then whether a token is verified must not depend on which one it is: the chance of a drawn child is
+    told from the law it was drawn from (see drawn), and it is verified if that is great enough, whatever stands below it.
 
-    nodes: how many are verified. None: as many as pay, and levels as long as they pay, where v[n] is what a pass of the
-    target over n nodes and the last token costs, and c what one pass of the head costs, in target steps.
-    gamma: how deep the tree may be.
+    tree: the fixed tree of EAGLE-1, paths of ranks: (0, 1) is the second likeliest child of the likeliest one.
+    nodes: how many are verified, without a tree. None: as many as pay, and levels as long as they pay, where v[n] is
+    what a pass of the target over n nodes and the last token costs, and c what one pass of the head costs, in target
+    steps; in rounds where nothing pays nothing is proposed. gamma: how deep the tree may be.
     """
 
     def __init__(self, head: EagleHead, nodes: int | None = None, v: list[float] | None = None, c: float = 0.0,
-                 start: float = 0.0, gamma=8, branch: int = BRANCH, beam: int = BEAM):
+                 start: float = 0.0, gamma=8, branch: int = BRANCH, beam: int = BEAM, tree: list | None = None):
         super().__init__(head, gamma)
+        if tree is not None:
+            self.paths = {tuple(path) for path in tree}
+            parents_of(sorted(self.paths, key=len))
+            gap = next((path for path in self.paths if path[-1] and (*path[:-1], path[-1] - 1) not in self.paths), None)
+            if gap is not None:  # a drawn child is verified as one that was drawn behind those before it
+                raise ValueError(f"the tree has the path {gap} and not that of the rank before it")
+            nodes = beam = len(self.paths)
+            branch = max((path[-1] + 1 for path in self.paths), default=0)
         if nodes is None and v is None:
-            raise ValueError("a number of nodes is needed, or the costs c and v that tell how many pay")
+            raise ValueError("a number of nodes is needed, or a tree, or the costs c and v that tell how many pay")
         if nodes is not None and nodes < 1 or branch < 1 or beam < 1:
             raise ValueError(f"nodes, branch and beam must be at least 1, got {nodes}, {branch} and {beam}")
-        self.nodes, self.v, self.c, self.start = nodes, v, c, start
-        self.branch, self.beam = min(branch, len(head.ids)), beam
+        self.nodes, self.branch, self.beam = nodes, min(branch, len(head.ids)), beam
+        self.measured = MeasuredSpeed(c, v, start) if nodes is None else None
+        self.growth = Growth if tree is None else FixedGrowth
 
     def begin(self, target, params, generator):
         super().begin(target, params, generator)
         layer = self.head.layer
         self.kv = StaticKV(self.head.stages, layer.heads, layer.head_dim, self.head.cos, None)
         self.length = 0  # pairs (feature i, token i + 1) whose columns hold what the target made of them
+        self.accepted = self.expected = 2.0
+        self.apart = torch.full((self.beam,) * 2, float("-inf"), device=self.device).fill_diagonal_(0)
+        if self.measured:
+            self.measured.begin()
+
+    @property
+    def trust(self) -> float:
+        """Accepted tokens over expected ones, in the rounds before: heads are too sure of themselves, or not enough."""
+        return self.accepted / self.expected
+
+    def keep(self, length, round):
+        super().keep(length, round)
+        if self.measured:
+            self.measured.update(round, self.level.forwards - self.before)
+        if round.nodes:
+            self.accepted = 0.95 * self.accepted + round.accepted
+            self.expected = 0.95 * self.expected + self.promised
 
     def rollback(self, length):
         self.length = min(self.length, max(length - 1, 0))
-
-    @property
-    def levels(self):
-        return [self.level]
 
     def room(self, n):
         return self.head.config["limit"] - n
 
     def propose(self, ids, limit):
-        depth = min(limit, self.gamma.propose(), self.room(ids.shape[0]))
-        if depth < 1 or not self.ready(ids):
+        self.before, depth = self.level.forwards, min(limit, self.gamma.propose(), self.room(ids.shape[0]))
+        if depth < 1 or not self.ready(ids) or self.measured and not self.measured.pays():
             return self.proposal(ids[ids.shape[0] :], [])
         return self.grow(ids, depth)
 
@@ -342,9 +381,11 @@ class EagleDrafter(HeadDrafter):
         """Feed the pairs that the target has decided since, with its true features in place of the guessed ones: the
         guess behind the last of them, [1, d] and [1, C]."""
         start, end = self.length, ids.shape[0] - 1
-        f = self.target.features[start:end].to(self.head.cos.dtype)
         self.length = end
-        f, logits = self.passed(ids[start + 1 :], ids[start:end], f, start, causal_mask(start, end - start, f), None, 1)
+        for at in range(start, end, SLICE):  # a prompt goes in slices, as in the target
+            to = min(at + SLICE, end)
+            f = self.target.features[at:to].to(self.head.cos.dtype)
+            f, logits = self.passed(ids[at + 1 : to + 1], ids[at:to], f, at, causal_mask(at, to - at, f), None, 1)
         return f[-1:], logits
 
     def expand(self, step: int, tokens, before, f, mask, base: int) -> tuple[Tensor, Tensor]:
@@ -362,80 +403,147 @@ class EagleDrafter(HeadDrafter):
         return self.head(tokens, before, f, self.kv.buffer[module], start, start + n, mask, self.head.cos[where],
                          self.head.sin[where], keep, module=module)
 
-    def grow(self, ids: LongTensor, depth: int) -> Tree:
-        """The tree behind ids [n], at most `depth` deep."""
-        tree, base = Growth(self), ids.shape[0] - 1
+    def grow(self, ids: LongTensor, depth: int) -> Tree | Proposal:
+        """The tree behind ids [n], at most `depth` deep; an empty chain if no node pays."""
+        tree, base = self.growth(self), ids.shape[0] - 1
         f, logits = self.refill(ids)
         mask = f.new_zeros(1, base)  # of the nodes to expand: all see the text
         parents, before = [-1], ids[-1:]
         for level in range(1, depth + 1):
-            tree.add(self.confidences(logits), parents)
-            chosen = tree.promising(level)
-            if level == depth or not chosen:
+            tree.add(self.children(logits, tree), parents)
+            chosen = tree.promising(level) if level < depth else []
+            if not chosen:
                 break
-            above = torch.tensor([parents.index(tree.parents[i]) for i in chosen], device=ids.device)
-            parents, tokens = chosen, torch.tensor([tree.tokens[i] for i in chosen], device=ids.device)
-            own = f.new_full((len(chosen),) * 2, float("-inf")).fill_diagonal_(0)
-            mask = torch.cat((mask[above], own), -1)
+            above, tokens = torch.tensor([[parents.index(tree.parents[i]) for i in chosen],
+                                          [tree.tokens[i] for i in chosen]], device=ids.device)
+            parents, n = chosen, len(chosen)
+            mask = torch.cat((mask[above], self.apart[:n, :n]), -1)
             f, logits = self.expand(level, tokens, before[above], f[above], mask, base)
             before = tokens
-        return tree.best(ids.device)
+        chosen = tree.best()
+        self.promised = sum(tree.chance[i] for i in chosen)
+        return tree.of(chosen) if chosen else self.proposal(ids[ids.shape[0] :], [])
 
-    def confidences(self, logits: Tensor) -> list[list]:
-        """Of each row of logits [n, C] the likeliest children: their log-probabilities, then their ids."""
-        logits = logits / (self.params.temperature or 1.0)
-        top, columns = largest(logits, self.branch)
-        logp = top - logits.logsumexp(dim=-1, keepdim=True)
-        return torch.cat((logp.double(), self.head.ids[columns].double()), -1).tolist()  # the level's synchronisation
+    def children(self, logits: Tensor, tree: "Growth") -> list[list[tuple[float, int]]]:
+        """The children of the nodes whose laws' logits [n, C] these are: the chance of each beside its siblings, and
+        its id. The one synchronisation of a level."""
+        return self.drawn(logits, tree) if self.params.temperature > 0 else self.likeliest(logits)
+
+    def likeliest(self, logits: Tensor) -> list[list[tuple[float, int]]]:
+        p, columns = largest(logits.softmax(dim=-1), self.branch)
+        told, k = torch.cat((p.double(), self.head.ids[columns].double()), -1).tolist(), self.branch
+        return [[(p, int(x)) for p, x in zip(row[:k], row[k:])] for row in told]
+
+    def drawn(self, logits: Tensor, tree: "Growth") -> list[list[tuple[float, int]]]:
+        """Drawn without replacement: as the order in which exponential clocks of the rates q go off."""
+        q = self.params.laws(logits).weights
+        clocks = torch.empty(q.shape, dtype=torch.float64, device=q.device).exponential_(generator=self.generator) / q
+        first, columns = clocks.topk(self.branch, largest=False)
+        ids = self.head.ids[columns].masked_fill(first.isinf(), -1)  # q has fewer tokens
+        tree.q.append(q)
+        rows = []
+        for collision, *ids in torch.cat((q.square().sum(-1, keepdim=True).double(), ids.double()), -1).tolist():
+            a, left, row = min(FIRST + PEAKED * collision**0.5, 1.0), 1.0, []
+            for j, x in enumerate(ids):
+                chance = left * a * LATER[min(j, len(LATER) - 1)]
+                left -= chance
+                row += [(chance, int(x))] if x >= 0 else []
+            rows.append(row)
+        return rows
 
 
 class Growth:
-    """The candidates of a tree: tokens, parents and the chance that each is accepted."""
+    """The candidates of a tree: tokens, parents, the chance that each is accepted, and the rows of the laws that they
+    were drawn from (q: one tensor [n, C] a level), if they were."""
 
     def __init__(self, drafter: EagleDrafter):
-        self.drafter = drafter
-        self.tokens, self.parents, self.chance, self.latest, self.passes = [], [], [], [], 0
+        self.drafter, self.measured = drafter, drafter.measured
+        self.tokens, self.parents, self.chance, self.rows, self.q = [], [], [], [], []
+        self.latest, self.passes, self.expanded = [], 0, 0
 
-    def add(self, rows: list[list], parents: list[int]) -> None:
-        """A level: for each of the expanded nodes `parents` its children's log-probabilities and ids."""
+    def add(self, rows: list[list[tuple[float, int]]], parents: list[int]) -> None:
+        """A level: for each of the expanded nodes `parents` its children."""
         first, self.passes = len(self.tokens), self.passes + 1
         for parent, row in zip(parents, rows):
-            above, k = 1.0 if parent < 0 else self.chance[parent], len(row) // 2
-            self.tokens += [int(x) for x in row[k:]]
-            self.parents += [parent] * k
-            self.chance += [above * math.exp(x) for x in row[:k]]
+            above = 1.0 if parent < 0 else self.chance[parent]
+            for chance, x in row:
+                self.tokens.append(x)
+                self.parents.append(parent)
+                self.chance.append(above * chance)
+                self.rows.append(self.expanded)
+            self.expanded += 1
         self.latest = sorted(range(first, len(self.tokens)), key=lambda i: -self.chance[i])
 
     def promising(self, level: int) -> list[int]:
         """The nodes of the latest level to expand: the best ones, none where another pass would not pay."""
-        drafter, best = self.drafter, self.chance[self.latest[0]]
-        ranked = sorted(self.chance, reverse=True)
-        if drafter.nodes is not None:
-            if len(ranked) >= drafter.nodes and best <= ranked[drafter.nodes - 1]:
+        best, ranked = self.chance[self.latest[0]], sorted(self.chance, reverse=True)
+        if self.measured is None:
+            nodes = self.drafter.nodes
+            if len(ranked) >= nodes and best <= ranked[nodes - 1]:
                 return []  # its children have no place among the best
         else:
             # The best child is worth about its parent's chance times the mean confidence so far.
-            gain, speed = best ** (1 + 1 / level), self.speed(ranked)[0]
-            n = self.speed(ranked)[1]
-            more = drafter.v[min(n + 1, len(drafter.v) - 1)] - drafter.v[min(n, len(drafter.v) - 1)]
-            if gain < speed * (drafter.c + more):
+            gain, (speed, n) = self.drafter.trust * best ** (1 + 1 / level), self.speed(ranked)
+            more = self.measured.verification(n + 1) - self.measured.verification(n)
+            if gain < speed * (self.measured.c + more):
                 return []
-        return self.latest[: drafter.beam]
+            least = speed * more / self.drafter.trust  # the chance that a node must have to be verified
+            return [i for i in self.latest[: self.drafter.beam] if self.chance[i] >= least]
+        return self.latest[: self.drafter.beam]
 
     def speed(self, ranked: list[float]) -> tuple[float, int]:
         """The greatest expected speed with the best n candidates, in tokens per target step, and that n."""
-        drafter, tokens, best = self.drafter, 1.0, (0.0, 0)
-        spent = drafter.start + drafter.c * self.passes
-        for n, chance in enumerate(ranked[: len(drafter.v) - 1], 1):
-            tokens += chance
-            best = max(best, (tokens / (spent + drafter.v[n]), n))
+        tokens, v = 1.0, self.measured.v
+        spent = self.measured.start + self.measured.c * self.passes
+        best = (tokens / (spent + v[0]), 0)
+        for n, chance in enumerate(ranked[: len(v) - 1], 1):
+            tokens += self.drafter.trust * chance
+            best = max(best, (tokens / (spent + v[n]), n))
         return best
 
-    def best(self, device) -> Tree:
-        """The nodes with the greatest chances, parents first."""
+    def best(self) -> list[int]:
+        """The nodes to verify, parents first: those with the greatest chances."""
         order = sorted(range(len(self.tokens)), key=lambda i: (-self.chance[i], i))
-        n = self.drafter.nodes or self.speed([self.chance[i] for i in order])[1]
-        chosen = sorted(order[:n])
+        if self.measured is None:
+            n = self.drafter.nodes
+        elif not self.q:
+            n = self.speed([self.chance[i] for i in order])[1]
+        else:  # by what earlier rounds tell alone: the speed of this one knows what was drawn
+            v, least = self.measured.v, self.measured.speed * self.measured.slope / self.drafter.trust
+            n = min(sum(self.chance[i] >= least for i in order), len(v) - 1)
+        return sorted(order[:n])
+
+    def of(self, chosen: list[int]) -> Tree:
+        """The tree of these candidates."""
+        head, device = self.drafter.head, self.drafter.device
         at = {-1: -1, **{node: i for i, node in enumerate(chosen)}}
         tokens = torch.tensor([self.tokens[i] for i in chosen], device=device)
-        return Tree(tokens, [at[self.parents[i]] for i in chosen], None, "top-k")
+        parents = [at[self.parents[i]] for i in chosen]
+        if not self.q:
+            return Tree(tokens, parents, None, "top-k")
+        used = sorted({self.rows[i] for i in chosen})
+        q = torch.cat(self.q)[used]
+        wide = q.new_zeros(len(used), self.drafter.width).index_copy_(1, head.ids, q)
+        return Tree(tokens, parents, wide, "without-replacement", [used.index(self.rows[i]) for i in chosen])
+
+
+class FixedGrowth(Growth):
+    """The same for the fixed tree of EAGLE-1: which ranks are expanded and verified is known beforehand."""
+
+    def __init__(self, drafter: EagleDrafter):
+        super().__init__(drafter)
+        self.paths = {-1: ()}  # of the candidates
+
+    def add(self, rows, parents):
+        first = len(self.tokens)
+        super().add(rows, parents)
+        ranks = [rank for row in rows for rank in range(len(row))]
+        for i, rank in enumerate(ranks, first):
+            self.paths[i] = (*self.paths[self.parents[i]], rank)
+
+    def promising(self, level):
+        inner = {path[:-1] for path in self.drafter.paths}
+        return [i for i in sorted(self.latest) if self.paths[i] in inner]
+
+    def best(self):
+        return [i for i in range(len(self.tokens)) if self.paths[i] in self.drafter.paths]

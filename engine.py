@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import Optional  # TorchScript reads no other spelling
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
@@ -381,14 +382,13 @@ def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
 def ancestry(parents: tuple[int, ...]) -> tuple[Tensor, LongTensor]:
     """Whether node i sees node j, that is, j is i or an ancestor of it: [m, m] bool; and the nodes' depths [m], 0 for
     children of the root. Raises ValueError if a parent does not stand before its child."""
-    sees, depths = [], []
+    sees = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):
         if not -1 <= parent < i:
             raise ValueError(f"parents stand before their children (-1: the root): node {i} has parent {parent}")
-        above = sees[parent] if parent >= 0 else [False] * len(parents)
-        sees.append(above[:i] + [True] + above[i + 1 :])
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return torch.tensor(sees), torch.tensor(depths)
+        if parent >= 0:
+            sees[i] |= sees[parent]
+    return torch.from_numpy(sees), torch.from_numpy(sees.sum(axis=1) - 1)
 
 
 def tree_mask(start: int, n: int, parents: tuple[int, ...], like: Tensor) -> Tensor:

@@ -19,11 +19,21 @@ from engine import Int8Linear, PackedLinear, replace_linears, side_by_side
 from specSampling import Drafter
 
 ABSENT = -100.0  # log-probability of a token that has no column
+LOOKED_AT = 128  # tokens of random text, on which the 8-bit engine looks at the inputs of a head's layers
 PROBES = 32  # numbers of each of a few weights, by which a target is known again
 
 
 class Head(nn.Module):
-    """A trained head. A subclass names its kind and says what it learns (loss) and how it is run (pass_).
+    """A trained head. A subclass names its kind and has, besides what its drafter needs,
+
+    start(tied): the values before training; tied: whether the target's output matrix is its embedding.
+    loss(batch, **weights) -> (loss [], {part: float}). batch: dict(ids [B, L], features [B, L - 1, d] float32, of token
+    i the hidden state that the target had there, keep [B, L], whether the prediction of a token counts, top [B, L - 1, k]
+    and logp [B, L - 1, k], the target's likeliest tokens behind token i with their log-probabilities).
+    guesses(ids, features, depths) -> [depths, B, L - 1]: entry [k - 1, b, i] is the likeliest token for i + 1 + k, by
+    the features up to i and the tokens up to i + 1 (and, for heads that go on from their own guesses, the true tokens
+    between); -1 where there is none.
+    look_at(ids [n], features [n, d]): one pass, in which hooks may see the inputs of the linear layers.
 
     hidden: the target's hidden size d. vocab: its rows of logits. kept: how many ids the head can propose (0: all).
     Every argument of a subclass's constructor is in `config`, which is saved beside the weights.
@@ -35,6 +45,7 @@ class Head(nn.Module):
         super().__init__()
         self.config = {"hidden": hidden, "vocab": vocab, "kept": kept, **more}
         self.register_buffer("ids", torch.arange(kept or vocab))  # [C], the token of each column of the head's logits
+        self.register_buffer("embedding", None, persistent=False)  # [V, d], the target's
 
     def bind(self, target, ids: LongTensor | None = None) -> "Head":
         """Take the embedding and the rows of the output matrix from `target`, a causal LM as it was loaded (before an
@@ -76,7 +87,7 @@ def fingerprint(target) -> list[float]:
     weights = [weight.detach() for weight in target.base_model.parameters()]
     numbers = []
     for weight in (weights[0], weights[len(weights) // 2], weights[-2], weights[-1]):
-        places = torch.linspace(0, weight.numel() - 1, PROBES).long()
+        places = torch.arange(PROBES) * (weight.numel() - 1) // (PROBES - 1)
         numbers += weight.flatten()[places.to(weight.device)].float().tolist()
     return [round(x, 6) for x in numbers]
 
@@ -100,11 +111,12 @@ def read_config(folder: Path) -> dict:
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or not {"kind", "target", "fingerprint", "hidden", "vocab"} <= set(config):
+        if not {"kind", "target", "hidden", "vocab"} <= set(config):
             raise TypeError
+        torch.tensor(config["fingerprint"], dtype=torch.float)
     except FileNotFoundError:
         raise ValueError(f"no head in {folder}: trainHeads.py trains one") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError):
         raise ValueError(f"{path} is not a head's configuration: train the head anew with trainHeads.py") from None
     return config
 
@@ -168,25 +180,20 @@ def law_loss(logits: Tensor, top: LongTensor, logp: Tensor, column: LongTensor, 
 # --------------------------------------------------------------------------------------------------- on an engine
 
 
-def use_head_engine(head: Head, target, tokens: int = 128) -> Head:
+def use_head_engine(head: Head, target) -> Head:
     """Let `head` run on the engine of its target (a causal LM), in place. The head is a drafter: its law is whatever it
-    proposes from, so 8 bits cost it acceptance at most.
-
-    tokens: of random text, on which the 8-bit engine looks at the inputs of the head's layers.
-    """
+    proposes from, so 8 bits cost it acceptance at most."""
     engine = getattr(target, "engine", "eager").split()[0]
     if engine == "packed":
         replace_linears(head, lambda layers: PackedLinear(*side_by_side(layers)))
     elif engine == "int8":
-        largest = largest_inputs_of(head, target, tokens)
+        largest = largest_inputs_of(head, target)
         replace_linears(head, lambda layers: Int8Linear(*side_by_side(layers), largest[layers[0]]))
-    head.to(target.device)
-    head.embedding = head.embedding.to(target.device)
-    return head
+    return head.to(target.device)
 
 
 @torch.inference_mode()
-def largest_inputs_of(head: Head, target, tokens: int) -> dict[nn.Module, Tensor]:
+def largest_inputs_of(head: Head, target) -> dict[nn.Module, Tensor]:
     """The largest |x| of each input channel of the head's linear layers, on the target's features of random ids."""
     seen, hooks = {}, []
 
@@ -199,6 +206,7 @@ def largest_inputs_of(head: Head, target, tokens: int) -> dict[nn.Module, Tensor
             hooks.append(layer.register_forward_hook(look))
     model = CachedModel(target)
     model.keep_features()
+    tokens = min(LOOKED_AT, model.context_length or LOOKED_AT, head.config.get("limit", LOOKED_AT))
     ids = torch.randint(head.config["vocab"], (tokens,), generator=torch.Generator().manual_seed(0))
     model.forward(ids.to(model.device))
     head.look_at(ids, model.features.float().cpu())

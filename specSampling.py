@@ -153,6 +153,7 @@ class Drafter:
     """
 
     name = "drafter"
+    measured = None  # the MeasuredSpeed of one that judges itself by its rounds
 
     def __init__(self, gamma: "GammaController | int" = 4):
         self.gamma = gamma if isinstance(gamma, GammaController) else FixedGamma(gamma)
@@ -373,8 +374,10 @@ class CombinedDrafter(Drafter):
     """
 
     def __init__(self, drafter, c: float, v: list[float], max_ngram: int = 8, min_ngram: int = 2, start: float = 0.0):
-        self.measured = MeasuredSpeed(c, v, start) if isinstance(drafter, Drafter) else None
-        self.drafter = drafter if self.measured else ModelDrafter(drafter, CostAwareGamma(c, v, start=start))
+        given = isinstance(drafter, Drafter)
+        self.drafter = drafter if given else ModelDrafter(drafter, CostAwareGamma(c, v, start=start))
+        self.judged = self.drafter.measured  # by itself
+        self.measured = MeasuredSpeed(c, v, start) if given and not self.judged else None  # or here
         super().__init__(self.drafter.gamma)
         # Matches come and go with the text's loops and lists: what is known of them is little and fades fast.
         self.lookup = NGramDrafter(CostAwareGamma(0.0, v, alpha=0.5, weight=3.0, decay=0.9), max_ngram, min_ngram)
@@ -406,7 +409,8 @@ class CombinedDrafter(Drafter):
 
     def promised(self) -> float:
         """The drafter's tokens per target step time."""
-        return self.measured.speed if self.measured else self.gamma.best(low=1)[0]
+        judge = self.judged or self.measured
+        return judge.speed if judge else self.gamma.best(low=1)[0]
 
     def forwards(self) -> int:
         return sum(level.forwards for level in self.drafter.levels)
@@ -476,9 +480,14 @@ class MeasuredSpeed:
             self.cost = self.decay * self.cost + self.start + self.c * forwards + self.verification(round.nodes)
             self.rounds = self.decay * self.rounds + 1
 
+    @property
+    def slope(self) -> float:
+        """What a node more costs, on the whole."""
+        return (self.v[-1] - self.v[0]) / (len(self.v) - 1)
+
     def verification(self, nodes: int) -> float:
         last = len(self.v) - 1
-        return self.v[nodes] if nodes <= last else self.v[last] + (nodes - last) * (self.v[last] - self.v[0]) / last
+        return self.v[nodes] if nodes <= last else self.v[last] + (nodes - last) * self.slope
 
 
 def check_costs(c: float, v: list[float], start: float) -> None:

@@ -189,7 +189,7 @@ class Walk:
     def try_drawn(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:
         """Of the children `nodes`, which were drawn from q, the one that is accepted; or None, and what is left of p in
         row `at`."""
-        left = None
+        left = q = None
         for node in nodes:
             p_x, q_x = self.p_x[node], self.q_x[node]
             if left is not None:  # an older sibling was rejected
@@ -204,7 +204,7 @@ class Walk:
             left = residual(left, q)
             if self.tree.rule == "without-replacement":
                 q = q.index_fill(0, self.tree.tokens[node], 0.0)
-                q = q / q.sum()
+                q = q / q.sum(dtype=torch.float64).to(q.dtype)
         return None, self.p[at : at + 1] if left is None else left
 
     def try_chosen(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:

@@ -8,7 +8,7 @@ import torch
 
 from cachedModel import CachedModel
 from conftest import tiny_model
-from eagle import EagleDrafter, EagleHead, Growth
+from eagle import EagleDrafter, EagleHead
 from engine import causal_mask, use_engine
 from heads import fingerprint, load_head, save_head, use_head_engine
 from lively import lively, random_ids
@@ -137,18 +137,23 @@ def test_the_planted_start_copies_what_followed_before():
 
 def grown(rows_of, drafter, depth):
     """A tree grown from tables: rows_of(path of tokens) -> [(logp, id), ...]."""
-    tree, parents, paths = Growth(drafter), [-1], {-1: ()}
+    tree, parents, paths = drafter.growth(drafter), [-1], {-1: ()}
     for level in range(1, depth + 1):
         rows = []
         for parent in parents:
             children = rows_of(paths[parent])
-            rows.append([logp for logp, _ in children] + [x for _, x in children])
+            rows.append([(math.exp(logp), x) for logp, x in children])
         tree.add(rows, parents)
         paths |= {i: (*paths[tree.parents[i]], tree.tokens[i]) for i in range(len(tree.tokens))}
         parents = tree.promising(level)
         if not parents:
             break
     return tree, paths
+
+
+def begun(drafter):
+    drafter.begin(CachedModel(lively("llama")), SamplingParams(temperature=0), torch.Generator())
+    return drafter
 
 
 def law_of(path, branch=3):
@@ -160,9 +165,9 @@ def law_of(path, branch=3):
 @pytest.mark.parametrize("nodes", [1, 3, 7, 12])
 def test_the_nodes_are_the_best_of_all_there_are(nodes):
     """With a beam that keeps all nodes, brute force over all paths of the depth finds the same products."""
-    drafter = EagleDrafter(head_of(lively("llama")), nodes=nodes, beam=10**6)
+    drafter = begun(EagleDrafter(head_of(lively("llama")), nodes=nodes, beam=100))
     tree, _ = grown(law_of, drafter, 3)
-    best = tree.best("cpu")
+    best = tree.of(tree.best())
     products = []
     for depth in (1, 2, 3):
         for path in itertools.product(range(3), repeat=depth):
@@ -175,23 +180,52 @@ def test_the_nodes_are_the_best_of_all_there_are(nodes):
 
 def test_as_many_nodes_as_pay():
     head = head_of(lively("llama"))
-    free = EagleDrafter(head, v=[1.0] * 30, c=0.0)
-    dear = EagleDrafter(head, v=[1.0 + n for n in range(30)], c=0.0)
-    some = EagleDrafter(head, v=[1.0 + 0.2 * n for n in range(30)], c=0.05)
-    sizes = [len(grown(law_of, drafter, 3)[0].best("cpu").parents) for drafter in (free, some, dear)]
-    assert sizes[0] == min(len(grown(law_of, free, 3)[0].tokens), 29) and sizes[2] == 1
+    free = begun(EagleDrafter(head, v=[1.0] * 30, c=0.0))
+    dear = begun(EagleDrafter(head, v=[1.0 + n for n in range(30)], c=0.0))
+    some = begun(EagleDrafter(head, v=[1.0 + 0.2 * n for n in range(30)], c=0.05))
+    sizes = [len(grown(law_of, drafter, 3)[0].best()) for drafter in (free, some, dear)]
+    assert sizes[0] == min(len(grown(law_of, free, 3)[0].tokens), 29) and sizes[2] == 0
     assert sizes[0] > sizes[1] > sizes[2]
     tree, _ = grown(law_of, some, 3)
     ranked, spent = sorted(tree.chance, reverse=True), 0.05 * tree.passes
-    speeds = [(1 + sum(ranked[:n])) / (spent + some.v[n]) for n in range(1, len(ranked) + 1)]
+    speeds = [(1 + sum(ranked[:n])) / (spent + some.measured.v[n]) for n in range(1, len(ranked) + 1)]
     assert sizes[1] == 1 + max(range(len(speeds)), key=speeds.__getitem__)
+
+
+def test_a_fixed_tree_has_the_ranks_that_were_asked_for():
+    paths = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1)]
+    drafter = begun(EagleDrafter(head_of(lively("llama")), tree=paths))
+    tree, _ = grown(lambda path: [(-1.0 - rank, 10 * len(path) + rank) for rank in range(3)], drafter, 5)
+    made = tree.of(tree.best())
+    found = []
+    for i, parent in enumerate(made.parents):
+        found.append((*(found[parent] if parent >= 0 else ()), int(made.tokens[i]) % 10))
+    assert sorted(found) == sorted(paths)
+    assert tree.passes == 3  # of the root, of level 1, of level 2
+    with pytest.raises(ValueError, match="has no place"):
+        EagleDrafter(head_of(lively("llama")), tree=[(0, 0)])
+    with pytest.raises(ValueError, match="rank before"):
+        EagleDrafter(head_of(lively("llama")), tree=[(0,), (2,)])
+
+
+def test_what_a_head_is_made_of_moves_with_it():
+    head = head_of(lively("llama")).to("meta")
+    assert head.cos.is_meta and head.sin.is_meta and head.embedding.is_meta and head.out.weight.is_meta
+
+
+def test_a_step_is_one_call():
+    """Without TorchScript a level of the tree would cost much more, and nobody would see it."""
+    target = lively("llama")
+    head = head_of(target)
+    tree_sampling(target, EagleDrafter(head, nodes=4), [1, 2, 3], SamplingParams(temperature=0, max_new_tokens=9))
+    assert isinstance(head.passes[0], torch.jit.ScriptModule)
 
 
 def test_a_deeper_level_is_grown_only_where_it_pays():
     head = head_of(lively("llama"))
     sure = lambda path: [(math.log(0.9), 1), (math.log(0.05), 2)]
     unsure = lambda path: [(math.log(0.2), 1), (math.log(0.19), 2)]
-    drafter = EagleDrafter(head, v=[1 + 0.1 * n for n in range(30)], c=0.1)
+    drafter = begun(EagleDrafter(head, v=[1 + 0.1 * n for n in range(30)], c=0.1))
     assert grown(sure, drafter, 6)[0].passes == 6
     assert grown(unsure, drafter, 6)[0].passes == 1
 
@@ -210,25 +244,31 @@ def test_greedy_ids_are_the_targets_own(family, engine):
     plain = autoregressive_sampling(target, [1, 2, 3], params)
     v = [1 + 0.05 * n for n in range(12)]
     for drafter in (EagleDrafter(head, nodes=6), EagleDrafter(head, nodes=16, gamma=3, beam=2), EagleDrafter(head, v=v),
-                    CombinedDrafter(EagleDrafter(head, nodes=5), 0.1, v)):
+                    EagleDrafter(head, tree=[(0,), (1,), (0, 0), (1, 0)]),
+                    CombinedDrafter(EagleDrafter(head, v=v), 0.1, v), CombinedDrafter(EagleDrafter(head, nodes=5), 0.1, v)):
         drafted = tree_sampling(target, drafter, [1, 2, 3], params)
         assert drafted.tokens == plain.tokens
         by_head = drafted.levels[-1]  # of the combined one lookup stands before it
         assert by_head.forwards > 0 and by_head.proposed <= sum(r.proposed for r in drafted.rounds)
 
 
-def test_the_law_stays_the_targets_at_temperature_1():
-    target = lively("llama", vocab=6)
+@pytest.mark.parametrize("how", [dict(nodes=5), dict(v=[1 + 0.02 * n for n in range(12)], c=0.02),
+                                 dict(tree=[(0,), (1,), (0, 0), (0, 1)])], ids=["nodes", "costs", "fixed"])
+def test_the_law_stays_the_targets_at_temperature_1(how):
+    target = lively("llama", vocab=3)
     head = head_of(target, heads=2)
-    counts, n = Counter(), 3000
-    model, drafter = CachedModel(target), EagleDrafter(head, nodes=5, gamma=2)
-    for seed in range(n):
-        counts[tuple(tree_sampling(model, drafter, [1, 2], SamplingParams(max_new_tokens=3, seed=seed)).tokens)] += 1
+    counts, most = Counter(), 0
+    model, drafter = CachedModel(target), EagleDrafter(head, gamma=2, **how)
+    for seed in range(400):
+        out = tree_sampling(model, drafter, [1, 2], SamplingParams(max_new_tokens=4, seed=seed))
+        counts[tuple(out.tokens)] += 1
+        most = max(most, *(round.nodes for round in out.rounds))
     law = {}
-    for path in itertools.product(range(6), repeat=3):
-        logits = target(torch.tensor([[1, 2, *path[:2]]])).logits[0, 1:].softmax(-1)
-        law[path] = float(logits[range(3), path].prod())
+    for path in itertools.product(range(3), repeat=4):
+        p = target(torch.tensor([[1, 2, *path[:3]]])).logits[0, 1:].softmax(-1)
+        law[path] = float(p[range(4), path].prod())
     assert chi_square_p(counts, law) > 1e-4
+    assert most > 1  # trees were verified: the first round drafts nothing
 
 
 @torch.inference_mode()
@@ -251,7 +291,8 @@ def test_the_cache_is_refilled_with_the_targets_features():
 
 def test_the_prompts_round_proposes_nothing():
     target = lively("llama")
-    drafted = tree_sampling(target, EagleDrafter(head_of(target), nodes=4), [5], SamplingParams(max_new_tokens=9, seed=1))
+    drafter = EagleDrafter(head_of(target), nodes=4)
+    drafted = tree_sampling(target, drafter, [5], SamplingParams(max_new_tokens=9, seed=1))
     assert drafted.rounds[0].nodes == 0 and any(r.nodes == 4 for r in drafted.rounds[1:])
 
 
