@@ -10,6 +10,7 @@ results.jsonl. Exit status: 1 if a check fails, 2 and one line for bad input or 
 """
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -18,7 +19,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,12 +29,15 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from cachedModel import CachedModel
 from costModel import measure_costs, simulate, undisturbed, write_costs
+from eagle import EagleDrafter, EagleHead
 from engine import use_engine
+from heads import use_head_engine
 from loadModel import PYTHIA, pick_device, pick_dtype, pick_engine, pythia_shape
 from metrics import Column, Generation, Results, as_script, clock, fail, median, run_meta
 from regrSampling import autoregressive_sampling
 from specSampling import (CombinedDrafter, NGramDrafter, drafted_sampling, speculative_sampling,
                           speculative_sampling_dynamic, speculative_sampling_multi, verify)
+from treeSampling import TreeDrafter, tree_sampling
 from utils import SamplingParams, sample
 
 # ------------------------------------------------------------------------------------- constants to edit
@@ -58,7 +61,11 @@ GREEDY = {"target": lambda target, draft, prompt, params: autoregressive_samplin
               speculative_sampling_multi(target, [NGramDrafter(3), draft], prompt, params),
           "lookup": lambda target, draft, prompt, params: drafted_sampling(target, NGramDrafter(8), prompt, params),
           "combined": lambda target, draft, prompt, params:
-              drafted_sampling(target, CombinedDrafter(draft, 0.1, [1.0] * 9), prompt, params)}
+              drafted_sampling(target, CombinedDrafter(draft, 0.1, [1.0] * 9), prompt, params),
+          "tree": lambda target, draft, prompt, params: tree_sampling(target, TreeDrafter(draft), prompt, params),
+          "eagle": lambda target, draft, prompt, params:
+              tree_sampling(target, EagleDrafter(untrained_head(target), nodes=8), prompt, params)}
+LAWS = ("target", "spec", "lookup", "tree", "eagle")  # of GREEDY: whose sampled texts are held against the law
 WAITS = {"target": 1, "spec": 1, "dynamic": 1, "lookup": 2, "combined": 2}  # a round; lookup sends what it found
 
 # ------------------------------------------------------------------------------------- checks
@@ -101,6 +108,21 @@ def tiny(family: str, device, engine="eager", seed=0, vocab=96, noise=0.0):
     model = model.eval().requires_grad_(False).to(device)
     use_engine(model, engine)
     return model
+
+
+def untrained_head(target) -> EagleHead:
+    """A head for one of `tiny` without noise, on its engine. It guesses badly, which costs acceptance and no more."""
+    config = target.config
+    return head_of(config.model_type, target.device, getattr(target, "engine", "eager"), config.vocab_size)
+
+
+@functools.cache
+def head_of(family: str, device, engine: str, vocab: int) -> EagleHead:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = EagleHead(64, vocab, inner=64, heads=4)
+    head.bind(tiny(family, "cpu", vocab=vocab)).start(tied=False)  # before an engine replaces the output matrix
+    return use_head_engine(head.eval().requires_grad_(False), tiny(family, device, engine, vocab=vocab))
 
 
 def check_rows(checks: Checks, family: str, engine: str, device) -> None:
@@ -185,7 +207,7 @@ def check_law(checks: Checks, family: str, engine: str, device) -> None:
     with torch.inference_mode():
         laws = plain(seen, use_cache=False).logits[:, 2:].softmax(dim=-1)
     law = laws.gather(-1, texts[..., None]).prod(dim=1).flatten()
-    for name in ("target", "spec", "lookup"):
+    for name in LAWS:
         counts = torch.zeros(216, dtype=torch.double)
         for seed in tqdm(range(TEXTS), f"the law of {name}", leave=False, disable=None):
             params = SamplingParams(temperature=1.0, max_new_tokens=3, seed=seed)
@@ -356,7 +378,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; wrong ones end in one line and exit status 2."""
     parser = argparse.ArgumentParser(prog="gpuCheck.py", description=__doc__.split("\n")[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = partial(fail, "gpuCheck.py")
+    parser.error = functools.partial(fail, "gpuCheck.py")
     add = parser.add_argument
     add("--target", choices=tuple(PYTHIA), default="2.8b", help="whose shape the target has")
     add("--draft", choices=tuple(PYTHIA), default="70m", help="whose shape the draft has")

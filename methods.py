@@ -21,10 +21,10 @@ import torch
 
 from cachedModel import CachedModel
 from costModel import Costs, draft_times, step_times
-from eagle import EagleDrafter, EagleHead
-from medusa import MedusaDrafter, MedusaHead, expected_length
+from eagle import EagleDrafter
+from medusa import MedusaDrafter, expected_length, sparse_tree
 from metrics import Generation, clock, median, run_record
-from mtp import MTPDrafter, MTPHead
+from mtp import HEADS, MTPDrafter
 from peers import LlamaCpp, hf_assisted, hf_generate, hf_lookup, room_for
 from PPL import generated_perplexity
 from regrSampling import autoregressive_sampling
@@ -37,8 +37,11 @@ from utils import SamplingParams
 MAX_GAMMA = 16         # up to which controllers go, and costs are measured
 MAX_NODES = 64         # the same of the nodes of a token tree, where costs choose
 MOST_NODES = 512       # that may be asked for
-TRIAL_NODES, TRIAL_TOKENS = 16, 24  # of the generation that shows what a head's passes cost
-CHILDREN = (2, 2, 1)   # of the nodes of `tree`, level by level
+TRIAL_NODES, TRIAL_TOKENS = 16, 48  # of the generation that shows what a head's passes cost
+DEFAULTS = {"tree": (2, 2, 1), "eagle-1": 8}  # settings that no flag has: children level by level, nodes
+# How likely the i-th child of a node is taken to be right, at each depth: assumed beforehand, whatever head and text
+# are. It gives the fixed tree of eagle-1 its shape, and nothing else depends on it.
+EAGLE_1 = [[0.6, 0.15, 0.08, 0.05]] * 6
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Setup:
     engine_note: str = ""
     costs: Costs | None = None  # measured before any decoding, as are the seconds of the drafts' passes
     # (a step behind another model's pass, a step behind a step, a pass over a round of the stage below) of each draft,
-    # then of each head
+    # then (the same two, and reading one token of the prompt) of each head
     draft_times: list = field(default_factory=list)
 
     def multi_gammas(self) -> list[int]:
@@ -90,9 +93,6 @@ CONTROLLERS = {
 }
 
 
-HEADS = {"medusa": MedusaHead, "eagle": EagleHead, "mtp": MTPHead}
-
-
 def medusa(s: Setup, nodes: int | None) -> MedusaDrafter:
     """Its passes are one a round: c is that of the first."""
     if nodes is not None:
@@ -110,8 +110,10 @@ def growing(s: Setup, kind: str, nodes: int | None) -> EagleDrafter:
 
 
 def beside_lookup(s: Setup, kind: str, nodes: int | None) -> CombinedDrafter:
+    """Both keep to `nodes`."""
     c, start = s.head_costs(kind)
-    return CombinedDrafter(DRAFTERS[kind](s, nodes), c, s.tree_v, start=start)
+    v = s.tree_v if nodes is None else s.tree_v[: nodes + 1]
+    return CombinedDrafter(DRAFTERS[kind](s, nodes), c, v, start=start)
 
 
 # The drafter of a method, from its setting.
@@ -124,6 +126,7 @@ DRAFTERS = {
     "medusa": medusa,
     "medusa-typical": medusa,
     "eagle": lambda s, nodes: growing(s, "eagle", nodes),
+    "eagle-1": lambda s, nodes: EagleDrafter(s.heads["eagle"], tree=sparse_tree(EAGLE_1, nodes)),
     "mtp": lambda s, nodes: growing(s, "mtp", nodes),
     **{f"lookup+{kind}": lambda s, nodes, kind=kind: beside_lookup(s, kind, nodes) for kind in HEADS},
 }
@@ -221,6 +224,7 @@ TABLE = {
     "medusa": Method(run_drafted("medusa"), True, "medusa", "nodes", "heads that guess tokens further on, as a tree"),
     "medusa-typical": Method(run_drafted("medusa-typical"), False, "medusa", "nodes", "typical acceptance (lossy)"),
     "eagle": Method(run_drafted("eagle"), True, "eagle", "nodes", "a layer that goes on with the target's features"),
+    "eagle-1": Method(run_drafted("eagle-1"), True, "eagle", "nodes", "the same layer, its tree fixed beforehand"),
     "mtp": Method(run_drafted("mtp"), True, "mtp", "nodes", "multi-token prediction modules"),
     **{f"lookup+{kind}": Method(run_drafted(f"lookup+{kind}"), True, kind, "nodes", "prompt lookup or the head")
        for kind in HEADS},
@@ -249,12 +253,13 @@ def name_of(label: str) -> str:
 
 
 def setting_of(args, label: str):
-    """What its label sets behind the colon, else the flag's: a gamma, a controller's name, nodes (None: as costs
-    advise), children of each level, or None where there is nothing to set."""
+    """What its label sets behind the colon, else the flag's or that of DEFAULTS: a gamma, a controller's name, nodes
+    (None: as costs advise), children of each level, or None where there is nothing to set."""
     name, colon, setting = label.partition(":")
     kind = TABLE[name].setting
     if not colon:
-        return CHILDREN if kind == "children" else getattr(args, kind) if kind else None
+        given = getattr(args, kind, None) if kind else None
+        return DEFAULTS.get(name) if given is None else given
     return SETTINGS[kind][-1](setting)
 
 
@@ -264,6 +269,13 @@ def most_nodes(args, label: str) -> int | None:
     if TABLE[name_of(label)].setting == "children":
         return sum(accumulate(setting, mul))
     return setting if isinstance(setting, int) else None
+
+
+def equal_budget(args, labels) -> int | None:
+    """The most tokens that a round verifies besides the last one, where it is settled, and the same for all methods
+    that draft."""
+    sizes = {most_nodes(args, label) for label in labels if name_of(label) in DRAFTED or TABLE[name_of(label)].setting}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def any_trees(labels) -> bool:
@@ -339,23 +351,31 @@ def widest(s: Setup, drafted) -> int:
 
 
 def head_times(s: Setup, kind: str, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
-    """Median seconds of a pass of a head right behind the target's, and behind another pass of its own (the same where
-    there is none), over a short generation that proposes small trees; the last once more, as for a draft."""
-    ids = [i % CachedModel(s.target).vocab_size for i in range(prefix)]
-    with Watch(s, partial(clock, s.target.device)) as watch:
-        drafted_sampling(s.target, DRAFTERS[kind](s, TRIAL_NODES), ids,
-                         replace(params, max_new_tokens=TRIAL_TOKENS, seed=0))
+    """Median seconds of a head over a short generation that proposes small trees, from the start of a pass to that of
+    the next one, with all that lies between: of the first pass of a round, and of a later one (the same where there is
+    one a round). Then what its pass over the prompt takes for each token of it."""
+    model = CachedModel(s.target)
+    room = (model.context_length or 2**62) - TRIAL_TOKENS
+    ids = [i % model.vocab_size for i in range(max(2, min(prefix, room)))]
+    for tokens in (8, TRIAL_TOKENS):  # the second time nothing is done for the first time
+        with Watch(s, partial(clock, s.target.device)) as watch:
+            drafted_sampling(model, DRAFTERS[kind](s, TRIAL_NODES), ids, replace(params, max_new_tokens=tokens, seed=0))
     slot = 1 + len(s.drafts) + list(s.heads).index(kind)
-    behind_target, behind_own = watch.times[slot, True][1:], watch.times[slot, False]  # the very first reads the prompt
-    later = median(behind_own or behind_target) or 0.0
-    return median(behind_target) or later, later, later
+    steps = [(b == slot, end - start) for (a, start), (b, end) in zip(watch.begun, watch.begun[1:]) if a == slot]
+    levels = [seconds for own, seconds in steps if own]
+    reading, behind_target = watch.times[slot, True][:1], watch.times[slot, True][1:]
+    later = median(levels or [seconds for _, seconds in steps[1:]]) or 0.0
+    one = median(behind_target) or later
+    more = one - median(watch.times[slot, False]) if levels else 0.0
+    return later + max(0.0, more), later, max(0.0, sum(reading) - one) / len(ids)
 
 
-def speedup_of_run(s: Setup, name: str, out: Generation, watch) -> float | None:
+def speedup_of_run(s: Setup, name: str, out: Generation, watch, prompt_tokens: int) -> float | None:
     """What the measured costs say of a run's rounds: its tokens at the price of a target step each, over the price of
     its rounds, each the passes of the drafts and heads and one of the target over its nodes and the last token.
 
-    Without the first round, which holds the prefill. None where no drafter of ours proposed.
+    Without the first round, which holds the prefill; but a head reads the prompt behind it. A pass of a draft over
+    several nodes (method `tree`) is priced as a step. None where no drafter of ours proposed.
     """
     rounds = out.rounds[1:]
     if s.costs is None or name not in DRAFTED or not rounds:
@@ -363,9 +383,10 @@ def speedup_of_run(s: Setup, name: str, out: Generation, watch) -> float | None:
     target = s.costs.t_target * sum(s.costs.v[min(r.nodes, len(s.costs.v) - 1)] for r in rounds)
     drafts = 0.0
     for i, (calls, firsts) in enumerate(watch.draft_calls_later()):
-        first, later, wide = s.draft_times[i]
-        middle = name == "multi" and i > 0
-        drafts += calls * wide if middle else firsts * first + (calls - firsts) * later
+        first, later, more = s.draft_times[i]
+        middle, head = name == "multi" and i > 0, i >= len(s.drafts)
+        drafts += calls * more if middle else firsts * first + (calls - firsts) * later
+        drafts += prompt_tokens * more if head and calls else 0.0
     return s.costs.t_target * sum(r.emitted for r in rounds) / (target + drafts)
 
 
@@ -390,6 +411,7 @@ class Watch:
         self.passes = [(part, i) for model, i in slots.items() for part in (model, getattr(model, "lean", None))
                        if part is not None]
         self.at_first_commit, self.latest = None, None
+        self.begun = []  # (number of the model, when) of every pass
         # Of each model the seconds of its passes right behind one of another model (True), and of the others.
         self.times = {(i, first): [] for i in range(len(models)) for first in (True, False)}
 
@@ -408,15 +430,15 @@ class Watch:
     def __enter__(self):
         self.hooks = []
         for part, i in self.passes:
-            self.hooks.append(part.register_forward_pre_hook(lambda *_: self.begin()))
+            self.hooks.append(part.register_forward_pre_hook(lambda *_, i=i: self.begin(i)))
             self.hooks.append(part.register_forward_hook(lambda *_, i=i: self.end(i)))
         return self
 
-    def begin(self):
-        self.started = self.now()
+    def begin(self, i):
+        self.begun.append((i, self.now()))
 
     def end(self, i):
-        self.times[i, self.latest != i].append(self.now() - self.started)
+        self.times[i, self.latest != i].append(self.now() - self.begun[-1][1])
         self.latest = i
 
     def committed(self, tokens):
@@ -458,7 +480,7 @@ def measured(s: Setup, label: str, ids: list[int], params: SamplingParams, promp
         out, prompt, repeat, **identity(s, label), tokens=out.tokens, finish_reason=out.finish_reason,
         peak_memory_mb=peak_memory_mb(device),
         loop_share=1 - watch.seconds / wall if wall and seen and device.type == "cpu" else None,
-        predicted=speedup_of_run(s, name_of(label), out, watch),
+        predicted=speedup_of_run(s, name_of(label), out, watch, len(ids)),
     )
 
 
@@ -485,17 +507,29 @@ def identity(s: Setup, label: str) -> dict:
     return {"label": label, "method": name, "gamma": s.multi_gammas() if name == "multi" else None if tree else setting,
             "controller": setting if name == "dynamic" else None,
             "node_budget": most_nodes(s.args, label) if tree else None,
-            "tree_rule": None if not tree else s.args.tree_rule if name == "tree" else "top-k",
+            "tree_rule": tree_rule(s.args, name) if tree else None,
             "engine": engine, "lossless": lossless, "law": law}
+
+
+def tree_rule(args, name: str) -> str:
+    """How the children in a method's trees are taken, see treeSampling.RULES; "typical": how they are accepted."""
+    if name == "medusa-typical":
+        return "typical"
+    if args.temperature == 0 or name.endswith("medusa"):  # greedy the rules are one: the likeliest tokens
+        return "top-k"
+    return args.tree_rule if name == "tree" else "without-replacement"
 
 
 def plan_of(s: Setup, label: str) -> dict:
     """What the row of a fixed tree tells of it: its paths, the accuracy of each guess of each head on the calibration
-    text, and the tokens per round that are expected from these; of other methods nothing."""
-    if TABLE[name_of(label)].models != "medusa" or name_of(label).startswith("lookup"):
+    text, which is greedy, and if this one is too, the tokens per round that are expected from these; of other methods
+    nothing."""
+    name = name_of(label)
+    if name not in ("medusa", "medusa-typical"):
         return {}
     tree, accuracy = medusa(s, setting_of(s.args, label)).tree, s.heads["medusa"].config["accuracy"]
-    return {"tree": tree, "accuracy": accuracy, "expected_tokens": accuracy and expected_length(accuracy, tree)}
+    alike = accuracy and name == "medusa" and s.args.temperature == 0
+    return {"tree": tree, "accuracy": accuracy, "expected_tokens": expected_length(accuracy, tree) if alike else None}
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from eagle import TRACE, Concatenated, DecoderLayer, EagleDrafter, EagleHead
 from engine import causal_mask
+from medusa import MedusaHead
 
 
 class Normed(Concatenated):
@@ -120,3 +121,6 @@ def known_mask(start: int, n: int, module: int, like: Tensor) -> Tensor:
     mask, column = causal_mask(start, n, like), torch.arange(start + n, device=like.device)
     row = column[start:, None]
     return mask.masked_fill_((column > row - module) & (column < row), float("-inf"))
+
+
+HEADS = {kind.kind: kind for kind in (MedusaHead, EagleHead, MTPHead)}  # all kinds by their names

@@ -42,6 +42,7 @@ COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", BLACK)
 ENGINE_COLOURS = {"eager": BLACK, "packed": BLUE, "int8": ORANGE, "graphs": GREEN}
 MARKERS = "osD^vPX"
 WIDEST_CHAIN = 17      # v(n) is shown so far: gamma up to 16 and the bonus token; wider passes are those of token trees
+LOSSY = "*"            # behind the name of a method that follows another law than the target's
 MIN_JUDGED = 20        # a share of fewer proposals is noise and left out
 
 
@@ -152,6 +153,11 @@ def name_of(row: dict) -> str:
     return f"dynamic:{row.get('controller') or row.get('gamma')}" if name == "dynamic" else name
 
 
+def marked(row: dict, name: str) -> str:
+    """The name, with LOSSY behind it if the row's law is another than the target's."""
+    return name + LOSSY * (row.get("lossless") is False)
+
+
 def gamma_of(row: dict) -> int | None:
     gamma = row.get("gamma")
     return gamma if isinstance(gamma, int) and gamma is not True and gamma > 0 else None
@@ -257,22 +263,25 @@ def nodes_panels(rows: list[dict]) -> list[Panel]:
     rows = [row for row in rows if number(row.get("speedup")) is not None and not simulated(row)]
     panels = []
     for run in newest_or_joined([row for row in rows if nodes_of(row)], nodes_of, alone=False):
-        lines = [swept(name, [row for row in run if method_of(row) == name], nodes_of,
-                       [row for row in rows if method_of(row) == name and not nodes_of(row)], "nodes_per_round")
-                 for name in dict.fromkeys(map(method_of, run))]
+        lines = []
+        for name in dict.fromkeys(map(method_of, run)):
+            own = [row for row in run if method_of(row) == name]
+            advised = [row for row in rows if method_of(row) == name and not nodes_of(row)]
+            lines.append(swept(marked(own[-1], name), own, nodes_of, advised, "nodes_per_round"))
         panels.append(Panel(str(run[0].get("text")), lines, run))
     return panels
 
 
 def sparse_tree_panels(rows: list[dict]) -> list[Panel]:
-    """The newest row that tells its token tree, as those of fixed trees do: the paths, and the accuracy of each guess
-    of each head."""
-    row = next((row for row in reversed(rows) if tree_of(row)), None)
+    """The newest row of `medusa` that tells its token tree: the paths, and the accuracy of each guess of each head on
+    greedy text."""
+    row = next((row for row in reversed(rows) if method_of(row) == "medusa" and tree_of(row)), None)
     if row is None:
         return []
     shares, measured = tree_of(row), number(row.get("tokens_per_round"))
-    told = "" if measured is None else f"; measured on {short_name(str(row.get('text')))}: {measured:.2f}"
-    title = f"{name_of(row)}, {len(shares)} nodes; tokens per round expected: {1 + sum(shares.values()):.2f}{told}"
+    told = "" if measured is None else f", measured on {short_name(str(row.get('text')))}: {measured:.2f}"
+    title = (f"{name_of(row)}, {len(shares)} nodes; tokens per round expected on greedy text: "
+             f"{1 + sum(shares.values()):.2f}{told}")
     return [Panel(title, [], [row])]
 
 
@@ -382,7 +391,8 @@ def judged_of(row: dict) -> list[tuple]:
 
 def acceptance_line(row: dict) -> Line:
     pairs = judged_of(row)
-    return Line(name_of(row), list(range(1, len(pairs) + 1)), [a / n for a, n in pairs], counts=[n for _, n in pairs])
+    return Line(marked(row, name_of(row)), list(range(1, len(pairs) + 1)), [a / n for a, n in pairs],
+                counts=[n for _, n in pairs])
 
 
 # ------------------------------------------------------------------------------------- drawing
@@ -490,11 +500,15 @@ def draw_measured(ax, line: Line, colour, marker: str, shift: float) -> None:
         ax.plot(*[[value] for value in line.star], "*", color=colour, markersize=11, markerfacecolor="white")
 
 
+def lossy_note(panels: list[Panel]) -> str:
+    return f"; {LOSSY}: lossy" * any(line.name.endswith(LOSSY) for panel in panels for line in panel.lines)
+
+
 def draw_nodes(panels: list[Panel]) -> Figure:
     stars = any(line.star for panel in panels for line in panel.lines)
     figure, axes = sheet("Speedup against nodes", "dots: measured, the median and its 95% interval; thin lines: "
-                         "predicted from rounds and costs" + "; stars: as many nodes as costs advise" * stars, panels,
-                         abreast(panels, 3), 2.9, gap=1.3, right=1.3, sharey=True)
+                         "predicted from rounds and costs" + "; stars: as many nodes as costs advise" * stars
+                         + lossy_note(panels), panels, abreast(panels, 3), 2.9, gap=1.3, right=1.3, sharey=True)
     methods = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     styles = dict(zip(methods, zip(cycle(COLOURS), cycle(MARKERS))))
     for ax, panel in zip(axes, panels):
@@ -607,7 +621,7 @@ def draw_gammas(panels: list[Panel]) -> Figure:
 
 def draw_acceptance(panels: list[Panel]) -> Figure:
     figure, axes = sheet("Acceptance by position in the round", "accepted / judged, at positions where "
-                         f"{MIN_JUDGED} or more were judged; the area of a dot: how many", panels,
+                         f"{MIN_JUDGED} or more were judged; the area of a dot: how many" + lossy_note(panels), panels,
                          abreast(panels, 3), 2.9, gap=1.3, right=1.3, sharey=True)
     methods = list(dict.fromkeys(method_of(row) for panel in panels for row in panel.rows))
     for ax, panel in zip(axes, panels):

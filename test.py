@@ -38,9 +38,10 @@ from engine import ENGINES, use_engine
 from heads import load_head, use_head_engine
 from loadModel import (check_pair, head_path, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine,
                        resolve_pair)
-from methods import (ACCEPTANCES, CONTROLLERS, DRAFTERS, HEADS, IDENTITY, TABLE, Setup, any_trees, check_label, decoded,
-                     measured, name_of, needs_costs, plan_of, prepare_costs, setting_of)
+from methods import (ACCEPTANCES, CONTROLLERS, DRAFTERS, IDENTITY, TABLE, Setup, any_trees, check_label, decoded,
+                     equal_budget, measured, name_of, needs_costs, plan_of, prepare_costs, setting_of)
 from metrics import Column, Generation, Results, append, as_script, fail, median, run_meta, summarise
+from mtp import HEADS
 from peers import PEER_COLUMNS, LlamaCpp, best_of, compare, gguf_of, what_llama_cpp_lacks
 from PPL import generated_perplexity, sampler_distance, text_perplexity
 from specSampling import drafted_sampling
@@ -105,7 +106,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--gammas", type=whole_numbers, default=GAMMAS, help="of the stages of multi, as 4,4")
     add("--controller", choices=tuple(CONTROLLERS), default=CONTROLLER, help="who chooses gamma in dynamic")
     add("--nodes", type=int, default=NODES,
-        help="tokens in a tree of medusa, eagle or mtp; default as many as the measured costs make worthwhile")
+        help="tokens in a tree of medusa, eagle or mtp; default as many as the measured costs make worthwhile, 8 "
+        "for eagle-1")
     add("--tree-rule", choices=RULES, default=TREE_RULE, help="how tree takes the children of a node")
     add("--temperature", type=float, default=TEMPERATURE, help="0 is greedy")
     add("--top-k", type=int, default=TOP_K, help="0 is off")
@@ -211,8 +213,9 @@ def set_up(args, for_ppl: bool) -> Setup:
 
 
 def load_heads(args, pair, target) -> dict:
-    """kind -> head, of --heads and of the pair's those that --methods need and that are there. ValueError: not there,
-    damaged, of another target, or two of a kind."""
+    """kind -> head, of --heads and of the pair's those that --methods need and that are there. ValueError, where
+    --heads names it: not there, damaged, of another target, or two of a kind; the pair's are then left out, and it is
+    said."""
     heads = {}
     for name in args.heads or ():
         head = load_head(head_path(name), target, HEADS)
@@ -221,7 +224,10 @@ def load_heads(args, pair, target) -> dict:
     needed = {TABLE[name_of(label)].models for label in args.methods} - heads.keys()
     for kind, name in pair.heads.items():
         if kind in needed and head_path(name).is_dir():
-            heads[kind] = load_head(head_path(name), target, HEADS)
+            try:
+                heads[kind] = load_head(head_path(name), target, HEADS)
+            except (ValueError, OSError) as error:
+                print(f"left out: {pair.name}'s {kind} head, as {error}")
     return heads
 
 
@@ -329,11 +335,12 @@ decode x: the same of TPOT, without the first round and its prefill; predicted: 
 of decode x; gamma: proposed in a round, on average; loop %: share of the time outside the models' forwards;
 text PPL: the text's own, under the target."""
 TREE_NOTES = """\
-gamma of a tree: its depth; nodes: tokens that a round verifies, depth: those accepted in a round that proposed, both on
-average."""
+gamma of a tree: its depth, the most tokens that the round could accept; nodes: tokens of all its branches, which a
+round verifies, depth: tokens accepted in a round that proposed, both on average; predicted of method tree is too high:
+passes of the draft over several nodes are priced as steps of one token."""
 CATEGORY_NOTES = """\
 speedup: median of the paired ratios of tokens/s to target's, in `all` over the prompts of all sets; tokens per round:
-emitted / rounds, bonus included; nodes: tokens that a round verifies, on average: its verification budget."""
+emitted / rounds, bonus included; mean nodes: tokens that a round verifies, on average; lossy: of another law."""
 
 
 def run_speed(s: Setup, argv: list[str]) -> bool:
@@ -449,7 +456,8 @@ def write_speed_rows(s: Setup, results: Results, runs: dict, prompts, text: str)
             results.row(text=text, **row, **text_quality(s, records, prompts), **plan)
             if plan.get("expected_tokens"):
                 told.append(f"{label}: a tree of {len(plan['tree'])} nodes, from which {plan['expected_tokens']:.2f} "
-                            f"tokens per round are expected; {row['tokens_per_round']:.2f} were measured")
+                            f"tokens per round are expected on greedy text; {row['tokens_per_round']:.2f} were "
+                            "measured")
     for line in told:
         results.say(line)
     for line in (SPEED_NOTES + any_trees(runs) * f"\n{TREE_NOTES}").splitlines():
@@ -496,13 +504,17 @@ def write_categories(s: Setup, results: Results, runs: dict) -> None:
     if not s.args.peers:
         for found in rows.values():
             results.record(text="all", **found["all"])
+    shown = {label: label + " (lossy)" * (found["all"]["lossless"] is False) for label, found in rows.items()}
     texts = [Column(title, source, ".2f", max(7, len(title))) for title, source in zip(titles, sources)]
+    if budget := equal_budget(s.args, rows):
+        results.say(f"\nequal budget: {budget} nodes")
     for title, key in (("speedup", "speedup"), ("tokens per round", "tokens_per_round")):
-        nodes = [Column("nodes", "nodes", ".1f", 7)] if key == "tokens_per_round" else []
-        results.table([Column(title, "label", "", 18), *texts, Column("all", "all", ".2f", 7), *nodes])
+        nodes = [Column("mean nodes", "nodes", ".1f", 10)] if key == "tokens_per_round" else []
+        first = Column(title, "label", "", max(18, *map(len, shown.values())))
+        results.table([first, *texts, Column("all", "all", ".2f", 7), *nodes])
         for label, found in rows.items():
             cells = {source: row[key] for source, row in found.items()}
-            results.line({"label": label, "nodes": found["all"].get("nodes_per_round"), **cells})
+            results.line({"label": shown[label], "nodes": found["all"].get("nodes_per_round"), **cells})
     results.say(CATEGORY_NOTES)
 
 

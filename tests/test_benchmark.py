@@ -146,7 +146,8 @@ def test_methods_by_category_are_a_view_of_the_rows(run, folders):
     found = tables(text)
     sets = ["prompts", "qa", "rag"]
     assert found["speedup"][0] == ["speedup", *sets, "all"]
-    assert found["tokens per round"][0] == ["tokens per round", *sets, "all", "nodes"]
+    assert found["tokens per round"][0] == ["tokens per round", *sets, "all", "mean nodes"]
+    assert "\nequal budget: 2 nodes\n\nspeedup " in text  # target drafts nothing
     for key, title in (("speedup", "speedup"), ("tokens_per_round", "tokens per round")):
         for i, label in enumerate(("target", "lookup:2")):
             figures = [row[key] for row in each if row["label"] == label] + [everything[i][key]]
@@ -156,6 +157,23 @@ def test_methods_by_category_are_a_view_of_the_rows(run, folders):
         lambda row: row["n_tokens"] * row["n_prompts"],
         lambda row: row["n_tokens"] * row["n_prompts"] / row["tokens_per_round"]))
     assert everything[1]["tokens_per_round"] == pytest.approx(tokens / rounds)
+
+
+def test_lossy_methods_and_unequal_budgets_in_the_tables_by_category(run, bench, folders, heads):
+    (folders / "other.txt").write_text("Line 9: the mat")
+    labels = ["target", "medusa:3", "medusa-typical:3", "spec:4"]
+    code, rows, text = run("--speed", 1, "--methods", ",".join(labels), "--n-prompts", 1, "--prompts",
+                           folders / "other.txt", *heads)
+    for title in ("speedup", "tokens per round"):
+        lines = tables(text)[title][1:5]
+        assert [line[0] for line in lines] == ["target", "medusa:3", "medusa-typical:3 (lossy)", "spec:4"]
+        assert [float(line[3]) >= 0 for line in lines] == 4 * [True]  # set flush with its title
+    assert code == 0 and "equal budget" not in text
+    args = bench.parse([])
+    assert bench.equal_budget(args, ["target", "eagle:16", "lookup:16", "tree:4x2x1", "hf"]) is None  # 4 + 8 + 8
+    assert bench.equal_budget(args, ["target", "eagle:20", "lookup:20", "tree:4x2x1", "hf"]) == 20
+    for other in ("eagle", "combined", "dynamic:cost", "multi", "hf-lookup:8"):
+        assert bench.equal_budget(args, ["eagle:20", other]) is None
 
 
 def test_two_prompt_files_of_one_name_are_refused(run, folders, tmp_path, capsys):
@@ -354,25 +372,31 @@ def test_an_engine_that_cannot_be_had_is_named_with_its_reason(run):
 def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     """Against the formula by hand: a target step 10 ms, v = 1, 1.2, 1.4, ...; drafts of 2 and 3 ms, 4 and 7 behind
     another model's pass, 5 ms wide."""
-    s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(11)]),
+    s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(11)]), drafts=[None, None],
                         draft_times=[(0.004, 0.002, 0.002), (0.007, 0.003, 0.005)])
     out = Generation(rounds=[Round(4, 4, 5), Round(4, 1, 2), Round(2, 2, 3), Round(0, 0, 1)])
     watch = SimpleNamespace(draft_calls_later=lambda: [(0, 0), (6, 2)])
     rounds = 0.018 + 0.014 + 0.010  # of the target over 5, 3 and 1 tokens
     spec = rounds + 4 * 0.003 + 2 * 0.007
-    assert methods.speedup_of_run(s, "spec", out, watch) == pytest.approx(6 * 0.010 / spec)
+    assert methods.speedup_of_run(s, "spec", out, watch, 7) == pytest.approx(6 * 0.010 / spec)
     watch.draft_calls_later = lambda: [(7, 3), (2, 2)]
     rounds_and_stages = rounds + 4 * 0.002 + 3 * 0.004 + 2 * 0.005
-    assert methods.speedup_of_run(s, "multi", out, watch) == pytest.approx(6 * 0.010 / rounds_and_stages)
+    assert methods.speedup_of_run(s, "multi", out, watch, 7) == pytest.approx(6 * 0.010 / rounds_and_stages)
     watch.draft_calls_later = lambda: [(0, 0), (0, 0)]
-    assert methods.speedup_of_run(s, "lookup", out, watch) == pytest.approx(6 * 0.010 / rounds)
-    assert methods.speedup_of_run(s, "hf-assisted", out, watch) is None
+    assert methods.speedup_of_run(s, "lookup", out, watch, 7) == pytest.approx(6 * 0.010 / rounds)
+    assert methods.speedup_of_run(s, "hf-assisted", out, watch, 7) is None
     trees = Generation(rounds=[Round(4, 4, 5), Round(2, 1, 2, nodes=6), Round(3, 3, 4, nodes=9)])
     watch.draft_calls_later = lambda: [(0, 0), (5, 2)]
     rounds = 0.022 + 0.028  # of the target over 7 and 10 tokens
-    assert methods.speedup_of_run(s, "eagle", trees, watch) == pytest.approx(
+    assert methods.speedup_of_run(s, "eagle", trees, watch, 7) == pytest.approx(
         6 * 0.010 / (rounds + 3 * 0.003 + 2 * 0.007))
-    assert methods.speedup_of_run(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch) is None
+    assert methods.speedup_of_run(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch, 7) is None
+    s.drafts = [None]  # the second is a head now, and reads the prompt behind the first round
+    s.draft_times[1] = (0.007, 0.003, 0.0005)
+    assert methods.speedup_of_run(s, "eagle", trees, watch, 40) == pytest.approx(
+        6 * 0.010 / (rounds + 3 * 0.003 + 2 * 0.007 + 40 * 0.0005))
+    watch.draft_calls_later = lambda: [(0, 0), (0, 0)]  # lookup alone proposed
+    assert methods.speedup_of_run(s, "lookup+eagle", trees, watch, 40) == pytest.approx(6 * 0.010 / rounds)
 
 
 def test_costs_are_measured_for_every_gamma_of_the_run(bench, folders):
@@ -419,19 +443,21 @@ def test_a_pass_behind_another_models_is_told_from_the_next_ones(folders, bench)
 
 def test_settings_of_trees_stand_in_their_rows(run, heads):
     labels = ["target", "tree", "tree:3x1", "medusa:3", "eagle:4", "mtp:6", "lookup+medusa:2", "lookup+eagle:5",
-              "lookup+mtp:3"]
+              "lookup+mtp:3", "eagle-1:7", "eagle-1", "medusa-typical:3"]
     code, rows, text = run("--speed", 1, "--methods", ",".join(labels), "--n-prompts", 2, "--tree-rule", "top-k",
                            *heads)
     assert code == 0 and [row["label"] for row in rows] == labels
-    assert [row["node_budget"] for row in rows] == [None, 10, 6, 3, 4, 6, 2, 5, 3]
-    assert [row["tree_rule"] for row in rows] == [None] + 8 * ["top-k"] and {row["gamma"] for row in rows} == {None}
-    assert {row["lossless"] for row in rows} == {True}
-    for row in rows[1:6]:  # the first round reads the prompt, and the last ones may have room for less
-        assert 0 < row["nodes_per_round"] < row["node_budget"]
-        assert 0 <= row["accepted_depth"] <= len(row["accepted_at"])
+    assert [row["node_budget"] for row in rows] == [None, 10, 6, 3, 4, 6, 2, 5, 3, 7, 8, 3]
+    assert [row["tree_rule"] for row in rows] == [None] + 10 * ["top-k"] + ["typical"]
+    assert {row["gamma"] for row in rows} == {None} and [row["lossless"] for row in rows] == 11 * [True] + [False]
+    for row in rows[1:]:  # the first round reads the prompt, and the last ones may have room for less
+        assert row["nodes_per_round"] < row["node_budget"]
+        if not row["method"].startswith("lookup"):  # there, neither may pay
+            assert 0 < row["nodes_per_round"] and 0 <= row["accepted_depth"] <= len(row["accepted_at"])
     assert rows[3]["tree"] == [[0], [1], [0, 0]] and "tree" not in rows[4]
     assert rows[3]["expected_tokens"] == 1 + 0.5 + 0.25 + 0.5 * 0.375
-    assert "medusa:3: a tree of 3 nodes, from which 1.94 tokens per round are expected; " in text
+    assert "medusa:3: a tree of 3 nodes, from which 1.94 tokens per round are expected on greedy text; " in text
+    assert rows[11]["expected_tokens"] is None and "medusa-typical:3: a tree" not in text
     assert "\nheads     medusa: c = " in text and ", eagle: c = " in text
     titles = tables(text)["method"][0]
     assert titles[titles.index("tok/round") + 1 :][:2] == ["nodes", "depth"]
@@ -486,11 +512,101 @@ def test_what_passes_of_heads_cost_is_measured_before_and_told_to_the_drafters(f
     c, start = s.head_costs("eagle")
     assert c == later / s.costs.t_target and start == max(0, first - later) / s.costs.t_target
     drafter = methods.DRAFTERS["eagle"](s, None)
-    assert (drafter.v, drafter.c, drafter.start) == (s.costs.v, c, start)
+    assert (drafter.measured.v, drafter.measured.c, drafter.measured.start) == (s.costs.v, c, start)
     bench.prepare_costs(s, ["eagle:100"], 6)
     assert len(s.costs.v) == 101 and len(s.tree_v) == methods.MAX_NODES + 1
     bench.prepare_costs(s, ["tree:2x2"], 6)
     assert len(s.costs.v) == methods.MAX_GAMMA + 1
+
+
+def test_lookup_beside_a_head_keeps_to_its_nodes():
+    """A text that repeats itself is proposed as far as it may be."""
+    s = SimpleNamespace(head_costs=lambda kind: (0.1, 0.0), tree_v=[1 + 0.001 * n for n in range(65)])
+    for nodes, most in ((1, 1), (16, 16), (100, 64), (None, 64)):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(methods.DRAFTERS, "eagle", lambda s, nodes: NGramDrafter())
+            drafter = methods.beside_lookup(s, "eagle", nodes)
+        assert drafter.lookup.gamma.high == most
+
+
+def test_a_heads_step_is_all_that_lies_between_its_passes(monkeypatch, folders, bench, heads):
+    """A clock that goes on by 0.25 a pass of EAGLE's head, 0.5 one of Medusa's, by 2 and 3 where they pick children, and
+    by 100 for each token of the prompt that is read."""
+    args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa,eagle",
+                        *map(str, heads)])
+    s = bench.set_up(args, for_ppl=False)
+    now = [0.0]
+    monkeypatch.setattr(methods, "clock", lambda device: now[0])
+
+    def slow(of, name, seconds):
+        plain = getattr(of, name)
+
+        def wrapped(*args, **more):
+            now[0] += seconds(args)
+            return plain(*args, **more)
+        monkeypatch.setattr(of, name, wrapped)
+
+    head = methods.HEADS
+    slow(head["eagle"], "forward", lambda args: 0.25 + (100 * len(args[1]) if len(args[1]) > 12 else 0))
+    slow(head["medusa"], "forward", lambda args: 0.5)
+    slow(sys.modules["eagle"].EagleDrafter, "children", lambda args: 2.0)
+    slow(sys.modules["medusa"], "largest", lambda args: 3.0)
+    params = SamplingParams(0)
+    first, later, reading = methods.head_times(s, "eagle", 20, params)
+    assert (first, later, reading) == (2.25, 2.25, pytest.approx(100))
+    assert methods.head_times(s, "medusa", 20, params) == (3.5, 3.5, 0)
+
+
+def test_trees_are_told_by_the_rule_in_use(bench):
+    def told(*flags):
+        args = bench.parse(list(flags))
+        names = ("tree", "medusa", "medusa-typical", "eagle", "eagle-1", "mtp", "lookup+eagle", "lookup+medusa")
+        return [methods.tree_rule(args, name) for name in names]
+
+    drawn = "without-replacement"
+    assert told() == ["top-k", "top-k", "typical", *5 * ["top-k"]]
+    assert told("--temperature", "0.7", "--tree-rule", "independent") == [
+        "independent", "top-k", "typical", *4 * [drawn], "top-k"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_rule_that_is_told_is_that_of_the_trees(bench, folders, heads, temperature):
+    args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa,eagle,mtp",
+                        "--temperature", str(temperature), *map(str, heads)])
+    s = bench.set_up(args, for_ppl=False)
+    for name in ("medusa", "eagle", "eagle-1", "mtp"):
+        drafter, seen = methods.DRAFTERS[name](s, 4), set()
+        propose = drafter.propose
+
+        def watched(*args):
+            proposal = propose(*args)
+            seen.update({proposal.rule} if isinstance(proposal, Tree) else ())
+            return proposal
+
+        drafter.propose = watched
+        methods.drafted_sampling(s.target, drafter, [5, 6, 7], SamplingParams(temperature, max_new_tokens=8, seed=0))
+        assert seen == {methods.tree_rule(args, name)}
+
+
+def test_what_is_expected_of_a_tree_is_of_greedy_text(run, heads):
+    _, rows, text = run("--speed", 1, "--methods", "target,medusa:3", "--n-prompts", 1, "--temperature", 1, *heads)
+    assert rows[1]["tree"] and rows[1]["expected_tokens"] is None and "are expected" not in text
+
+
+def test_a_pairs_head_that_cannot_be_read_is_left_out_and_one_that_is_named_is_not(bench, folders, heads, tmp_path,
+                                                                                monkeypatch, capsys):
+    import loadModel
+    monkeypatch.setattr(loadModel, "MODELS", tmp_path)
+    for kind in ("eagle", "mtp"):
+        shutil.copytree(folders / "heads" / kind, tmp_path / f"mine-{kind}")
+    (tmp_path / "mine-eagle" / "model.safetensors").write_bytes(b"cut off")
+    pair = replace(loadModel.PAIRS["smollm2"], heads={kind: f"mine-{kind}" for kind in ("eagle", "mtp")})
+    target = load_model(folders / "target", torch.device("cpu"), torch.float32)
+    assert list(bench.load_heads(bench.parse(["--methods", "eagle,mtp"]), pair, target)) == ["mtp"]
+    said = capsys.readouterr().out
+    assert said.startswith("left out: smollm2's eagle head, as the head in ") and said.count("\n") == 1
+    with pytest.raises(ValueError, match="cannot be read"):
+        bench.load_heads(bench.parse(["--methods", "eagle", "--heads", str(tmp_path / "mine-eagle")]), pair, target)
 
 
 def test_a_missing_head_names_the_command_that_trains_it(run, capsys):
@@ -730,7 +846,8 @@ def test_the_perplexity_of_a_quantised_target_stands_beside_the_float32_one(run)
 
 
 def test_show_prints_the_text_and_its_origin(run, heads, capsys):
-    labels = ("spec", "lookup", "dynamic:cost", "combined", "tree", "medusa", "medusa-typical:3", "lookup+eagle")
+    labels = ("spec", "lookup", "dynamic:cost", "combined", "tree", "medusa", "medusa-typical:3", "eagle-1",
+              "lookup+eagle")
     code, rows, _ = run("--show", "--methods", ",".join(labels), "--max-len", 20, *heads)
     shown = capsys.readouterr().out
     assert code == 0 and not rows

@@ -51,7 +51,8 @@ def test_a_rehearsal_runs_every_part(script):
     assert code == 0 and "\nall checks passed; " in text
     names = [row["check"] for row in by["gpu check"]]
     per_engine = ["engine", "rows, gpt_neox", "greedy ids, gpt_neox", "seeds"]
-    assert names == 2 * per_engine + ["law of verify"] + [f"law of {m}, gpt_neox" for m in ("target", "spec", "lookup")]
+    assert names == 2 * per_engine + ["law of verify"] + [
+        f"law of {method}, gpt_neox" for method in ("target", "spec", "lookup", "tree", "eagle")]
     assert all(row["result"] == "ok" and row["dtype"] == "float32" for row in by["gpu check"])
     assert [(row["model"], row["engine"]) for row in by["gpu alone"]] == [
         (f"pythia-{size}-random", name) for name in ("eager", "packed") for size in ("410m", "70m")]
@@ -71,6 +72,7 @@ def test_a_failed_check_is_exit_status_1(script, monkeypatch):
         return len(tokens), int(sample(p[-1:], generator))
 
     monkeypatch.setattr(gpuCheck, "verify", accept_all)
+    monkeypatch.setattr(gpuCheck, "LAWS", ("target",))
     code, rows, text, _ = script("--device", "cpu")
     assert code == 1 and "\nFAILED: law of verify; " in text
     assert [row["result"] for row in rows if row.get("check") == "law of verify"] == ["FAILED"]
@@ -202,6 +204,6 @@ def test_the_simulation_is_cut_to_the_time_that_is_left(monkeypatch, tmp_path):
     monkeypatch.setattr(gpuCheck, "simulate", lambda *how: asked.append(how[3].max_len) or True)
     costs = gpuCheck.measure_costs(*(gpuCheck.CachedModel(tiny("llama", CPU)) for _ in range(2)), 8, repeats=1)
     args = gpuCheck.argparse.Namespace(tokens=128, runs=2)
-    for seconds in (1e6, 100 * 5 * 9 * 2 * costs.t_target, -5.0):
+    for seconds in (1e6, 100.5 * 5 * 9 * 2 * costs.t_target, -5.0):
         gpuCheck.simulated_speedups(args, (None, None), costs, Results(tmp_path, {}), left=seconds)
     assert asked == [128, 70, 16]

@@ -77,7 +77,8 @@ def everything():
                  row("hf-lookup", label="hf-lookup:4", text=text, engine="eager"),
                  row("llama-cpp", text=text, engine="llama.cpp", lossless=None, tpot_ms_ci=None)]
         rows += [tree(name, nodes, 1 + nodes / 20) for name in ("medusa", "lookup+eagle") for nodes in (4, 16, 64)]
-        rows += [tree("lookup+eagle", None, 2.5, text=text, tree=SPARSE, accuracy=[[0.5, 0.25], [0.25], [0.125]])]
+        rows += [tree("lookup+eagle", None, 2.5, text=text),
+                 tree("medusa", None, 2.5, text=text, tree=SPARSE, accuracy=[[0.5, 0.25], [0.25], [0.125]])]
     rows += [simulated(a / 10, g, a / 3 + g / 50) for a in range(1, 10) for g in (1, 4, 8)]
     rows += [simulated_cost(a / 10, a / 2, a / 3) for a in range(1, 10)]
     rows += [cost(engine, [1, 2, 5, 9, 17, 33], [20 * i, 21, 22, 25, 30, 44 * i])
@@ -374,14 +375,30 @@ def test_acceptance_by_depth_of_a_tree_are_the_rounds_that_came_so_far():
     assert series(panel) == {"eagle": ([1, 2], [20 / 30, 10 / 20])}
 
 
+def test_lossy_methods_are_marked_in_every_picture_that_compares():
+    def said(figure):
+        return [text.get_text() for part in (figure, *figure.axes) for text in part.texts]
+
+    rows = [tree(name, nodes, 2.0, lossless=name == "medusa", proposed_at=[90], accepted_at=[60])
+            for name in ("medusa", "medusa-typical") for nodes in (4, 8)]
+    for panels, draw, names in ((nodes_panels(rows), draw_nodes, ["medusa", "medusa-typical*"]),
+                                (acceptance_panels(rows), draw_acceptance, ["medusa:4", "medusa-typical:4*"])):
+        text = said(draw(panels))
+        assert text[-2:] == names and text[1].endswith("; *: lossy")
+    panels = nodes_panels(rows[:2])
+    assert [line.name for line in panels[0].lines] == ["medusa"] and "lossy" not in said(draw_nodes(panels))[1]
+
+
 def test_a_sparse_tree_and_what_is_expected_of_it():
     accuracy = [[0.5, 0.25], [0.25], [0.125]]
     expected = {(0,): 0.5, (0, 0): 0.125, (1,): 0.25, (1, 0): 0.0625, (0, 0, 0): 0.015625}
     rows = [tree("medusa", 4, 2.0, tree=[[0]], accuracy=accuracy),
-            tree("medusa", 5, 2.0, tree=SPARSE, accuracy=accuracy, tokens_per_round=1.875), row("target")]
+            tree("medusa", 5, 2.0, tree=SPARSE, accuracy=accuracy, tokens_per_round=1.875), row("target"),
+            tree("medusa-typical", 5, 2.0, tree=SPARSE[:2], accuracy=accuracy, lossless=False)]
     assert tree_of(rows[1]) == expected
     panel, = sparse_tree_panels(rows)
-    assert panel.title == "medusa:5, 5 nodes; tokens per round expected: 1.95; measured on wikitext: 1.88"
+    assert panel.title == (
+        "medusa:5, 5 nodes; tokens per round expected on greedy text: 1.95, measured on wikitext: 1.88")
     places = places_of(expected)
     assert places == {(0, 0, 0): 0, (0, 0): 0, (0,): 0, (1, 0): 1, (1,): 1, (): 0.5}
     ax, = draw_sparse_tree([panel]).axes
