@@ -67,9 +67,10 @@ class MedusaHead(Head):
             return torch.stack([layer(x) for layer, x in zip(self.last, hidden)])
         return self.out(torch.stack([x + layer(x) for layer, x in zip(self.last, hidden)]))  # W as one product
 
-    def loss(self, batch: dict, decay: float = DECAY, **weights) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, batch: dict, decay: float = DECAY, kl_weight: float = 1.0, ce_weight: float = 0.5
+             ) -> tuple[Tensor, dict[str, float]]:
         """Medusa-1, the target frozen (section 2.2.1): the sum over k of decay^k times the loss of head k's law against
-        the target's own for that token. batch: see Head.loss; weights: of law_loss.
+        the target's own for that token. batch: see Head.loss; the weights: see law_loss.
 
         Returns the loss [] and the part of each head, unweighted. Tokens whose likeliest value no head can propose do
         not count.
@@ -80,12 +81,13 @@ class MedusaHead(Head):
             top, logp = batch["top"][:, k:], batch["logp"][:, k:]
             mask = mask & (column[top[..., 0]] >= 0)
             if mask.any():
-                part = law_loss(self.of(k, rows[mask]), top[mask], logp[mask], column, **weights)
+                part = law_loss(self.of(k, rows[mask]), top[mask], logp[mask], column, kl_weight, ce_weight)
                 total = total + decay**k * part
                 parts[f"head {k}"] = float(part.detach())
         return total, parts
 
-    def joint_loss(self, target, batch: dict, lambda_0: float = LAMBDA_0, **weights) -> tuple[Tensor, dict]:
+    def joint_loss(self, target, batch: dict, lambda_0: float = LAMBDA_0, decay: float = DECAY, kl_weight: float = 1.0,
+                   ce_weight: float = 0.5) -> tuple[Tensor, dict[str, float]]:
         """Medusa-2 (section 2.2.2): L_LM + lambda_0 L_Medusa-1, for the heads and the causal LM `target` that they are
         bound to, on the hidden states that it has now. The heads should be trained first, and the target learn slower.
 
@@ -97,7 +99,7 @@ class MedusaHead(Head):
         logits = target.get_output_embeddings()(features[mask])
         everything = torch.arange(logits.shape[-1])
         lm = law_loss(logits, batch["top"][mask], batch["logp"][mask], everything, kl_weight=1.0, ce_weight=0.0)
-        medusa, parts = self.loss({**batch, "features": features.float()}, **weights)
+        medusa, parts = self.loss({**batch, "features": features.float()}, decay, kl_weight, ce_weight)
         return lm + lambda_0 * medusa, {"LM": float(lm.detach()), **parts}
 
     @torch.inference_mode()

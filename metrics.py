@@ -382,9 +382,9 @@ def fail(script: str, message) -> None:
     raise SystemExit(2)
 
 
-def as_script(script: str):
+def as_script(script: str, stopped: str = "interrupted: what was measured is in results.txt"):
     """For main(argv) -> exit status: it ends in one line and 2 where the input is bad or the memory full, and in 130
-    when it is interrupted; every row is on the disk by then."""
+    and the line `stopped` when it is interrupted; every row is on the disk by then."""
     def decorate(main):
         @functools.wraps(main)
         def guarded(argv: list[str]) -> int:
@@ -393,7 +393,7 @@ def as_script(script: str):
             except (ValueError, OSError, torch.OutOfMemoryError) as error:
                 fail(script, error)
             except KeyboardInterrupt:
-                print("\ninterrupted: what was measured is in results.txt", file=sys.stderr)
+                print(f"\n{stopped}", file=sys.stderr)
                 return 130
         return guarded
     return decorate

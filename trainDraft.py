@@ -23,7 +23,7 @@ from cachedModel import cache_argument, empty_cache
 from downloadData import read_prompts, read_text
 from heads import distillation_loss
 from loadModel import load_model, load_tokenizer
-from metrics import Column, Results, run_meta
+from metrics import Column, Results, as_script, run_meta
 from utils import fit_width, norm_logits, sample
 
 # The sampling mix: rows of a batch share a prompt length and a number of new tokens, not the temperature.
@@ -45,6 +45,7 @@ KL_WEIGHT, CE_WEIGHT = 1.0, 0.5                  # CE: against the target's like
 FREQUENT, NEGATIVES = 3072, 1024                 # ids added to those a batch names in the restricted softmax
 SAVE_SECONDS, EVAL_SECONDS = 60, 300
 COMMANDS = "commands.txt"
+STOPPED = "stopped; the same command goes on from here"
 
 # The planted start (see plant_induction): RoPE so slow that half of a head can match content, and strengths.
 ROPE_THETA, SLOW = 1e8, 1e-3
@@ -213,6 +214,20 @@ def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=(), ta
     return ids, logp, top, length, features
 
 
+ARRAYS = ("ids", "length", "prompt", "source", "temperature", "logp", "top")
+
+
+def read_shard(path, *names):
+    """{name: array} of a shard, of all ARRAYS or of those named. Raises ValueError with its path if it is damaged."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in names or ARRAYS}
+    except OSError:
+        raise
+    except Exception:  # numpy, zipfile and zlib each raise their own
+        raise ValueError(f"{path} is damaged: remove it, and the stage that wrote it writes it anew") from None
+
+
 def save_shard(path, **arrays):
     """Write a shard under another name and rename it, so that a half-written one is never taken for whole."""
     partial = path.with_suffix(".partial")
@@ -261,7 +276,7 @@ def sample_target(args, model, sources, folder, tap=None):
     Shards carry the seed in their name, so that processes with different seeds fill one folder side by side.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [np.load(p) for p in sorted(folder.glob("sample-*.npz"))]
+    shards = [read_shard(p, "length", "prompt") for p in sorted(folder.glob("sample-*.npz"))]
     done = sum(int((h["length"] - h["prompt"]).sum()) for h in shards)
     number = len(list(folder.glob(f"sample-{args.seed}-*.npz")))
     bar = tqdm(total=args.sample_tokens, initial=done, unit="tok", desc="sampling the target")
@@ -486,24 +501,30 @@ def backward_through_head(hidden, weight, batch, args, generator, chunk=1024):
 class Shards:
     """The shards of a folder in memory; `refresh` takes in what has arrived since."""
 
-    def __init__(self, folder, minimum=1):
-        self.folder, self.loaded, self.names = Path(folder), [], set()
+    nothing = "no teacher shards in {}: sample first (--only sample, --only score)"
+
+    def __init__(self, folder):
+        self.folder, self.found = Path(folder), {}
         self.refresh()
-        if len(self.loaded) < minimum:
-            raise ValueError(f"no teacher shards in {folder}: sample first (--only sample, --only score)")
+        if not self.loaded:
+            raise ValueError(self.nothing.format(folder))
 
     def refresh(self):
-        for path in sorted(self.folder.glob("*.npz")):
-            if path.name not in self.names and self.whole(path):
-                self.names.add(path.name)
-                self.take(path)
+        for path in self.folder.glob("*.npz"):
+            if path.name not in self.found and self.whole(path):
+                self.found[path.name] = self.read(path)
+        self.found = dict(sorted(self.found.items()))    # as a run that goes on from a checkpoint will find them
+        self.loaded = self.to_train_on()
         self.weights = np.array([len(s["length"]) for s in self.loaded], dtype=float)
 
     def whole(self, path):
         return True
 
-    def take(self, path):
-        self.loaded.append(dict(np.load(path)))
+    def read(self, path):
+        return read_shard(path)
+
+    def to_train_on(self):
+        return list(self.found.values())
 
     def counts(self):
         """Tokens by (source, how they were written)."""
@@ -566,13 +587,14 @@ def optimisers(student, args):
                               betas=(0.9, 0.98), weight_decay=0.0, fused=True)]
 
 
-def schedule(step, progress):
-    """Factor of the learning rates: warm-up, a plateau, a linear decay over the last part."""
-    return min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, max(0.0, (1 - progress) / DECAY))
+def schedule(step, progress, warmup, decay):
+    """Factor of the learning rates: a warm-up of so many steps, a plateau, a linear decay over the last part."""
+    return min(1.0, (step + 1) / warmup) * min(1.0, max(0.0, (1 - progress) / decay))
 
 
 def train_step(student, optims, shards, args, step, progress):
-    """One update; its batch depends on seed and step alone. Returns (positions, copying, loss, KL, CE)."""
+    """One update; its batch depends on seed, step and the shards that are there. Returns (positions, copying, loss,
+    KL, CE)."""
     rng = np.random.default_rng((args.seed, step, 7))
     copying = rng.random() < (0.5 if progress < COPY_WARMUP else args.copy_share)
     vocab = student.config.vocab_size
@@ -584,7 +606,7 @@ def train_step(student, optims, shards, args, step, progress):
     numbers = backward_through_head(hidden.float(), table, batch, args,
                                     torch.Generator().manual_seed(args.seed * 1_000_003 + step))
     torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-    factor = schedule(step, progress)
+    factor = schedule(step, progress, WARMUP_STEPS, DECAY)
     for optim in optims:
         for group in optim.param_groups:
             group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
@@ -600,16 +622,21 @@ def save_checkpoint(path, state, student, optims):
 
 
 def load_checkpoint(path, student, optims):
-    """What a run knows of itself; weights and optimisers are filled in where there is a checkpoint."""
+    """What a run knows of itself; weights and optimisers are filled in where there is a checkpoint. Of the optimisers
+    the settings stay (learning rates, ...): those given now count."""
     state = dict(step=0, seconds=0.0, positions=0, loss=None)
     if path.exists():
         saved = torch.load(path, weights_only=True)
+        given = [[{**group, "base_lr": group["lr"]} for group in optim.param_groups] for optim in optims]
         try:
             student.load_state_dict(saved["model"])
-        except RuntimeError:
-            raise ValueError(f"{path} is of a draft of another shape: remove it, or choose another --work") from None
-        for optim, values in zip(optims, saved["optims"]):
-            optim.load_state_dict(values)
+            for optim, values in zip(optims, saved["optims"]):
+                optim.load_state_dict(values)
+        except (RuntimeError, ValueError):
+            raise ValueError(f"{path} is of a model of another shape: remove it, or choose another --work") from None
+        for optim, settings in zip(optims, given):
+            for group, own in zip(optim.param_groups, settings):
+                group.update(own)
         state = {name: saved[name] for name in state}
     return state
 
@@ -620,31 +647,30 @@ def train(args, student, shards, work, held=None):
     state = load_checkpoint(path, student, optims)
     args.frequent_ids = shards.frequent(args.frequent, student.config.vocab_size)
     student.train()
-    bar = tqdm(total=args.steps or None, initial=state["step"], unit="step", desc="training")
     copy_loss, last_save, last_eval = math.nan, time.time(), time.time()
-    while (progress := max(state["step"] / args.steps if args.steps else 0,
-                           state["seconds"] / (60 * args.minutes) if args.minutes else 0)) < 1:
-        start = time.time()
-        n, copying, *numbers = train_step(student, optims, shards, args, state["step"], progress)
-        state["step"] += 1
-        state["positions"] += n
-        state["seconds"] += time.time() - start
-        if copying:
-            copy_loss = numbers[0]
-        else:
-            state["loss"] = [0.98 * a + 0.02 * b for a, b in zip(state["loss"] or numbers, numbers)]
-        loss = state["loss"][0] if state["loss"] else math.nan
-        bar.update()
-        bar.set_postfix_str(f"loss {loss:.3f} copy {copy_loss:.3f} {state['positions'] / 1e6:.2f}M positions")
-        if time.time() - last_save > args.save_seconds:
-            save_checkpoint(path, state, student, optims)
-            shards.refresh()
-            last_save = time.time()
-        if held and time.time() - last_eval > args.eval_seconds:
-            tqdm.write(f"step {state['step']}  loss {loss:.3f}  {agreement_line(evaluate(student, held))}")
-            student.train()
-            last_eval = time.time()
-    bar.close()
+    with tqdm(total=args.steps or None, initial=state["step"], unit="step", desc="training") as bar:
+        while (progress := max(state["step"] / args.steps if args.steps else 0,
+                               state["seconds"] / (60 * args.minutes) if args.minutes else 0)) < 1:
+            start = time.time()
+            n, copying, *numbers = train_step(student, optims, shards, args, state["step"], progress)
+            state["step"] += 1
+            state["positions"] += n
+            state["seconds"] += time.time() - start
+            if copying:
+                copy_loss = numbers[0]
+            else:
+                state["loss"] = [0.98 * a + 0.02 * b for a, b in zip(state["loss"] or numbers, numbers)]
+            loss = state["loss"][0] if state["loss"] else math.nan
+            bar.update()
+            bar.set_postfix_str(f"loss {loss:.3f} copy {copy_loss:.3f} {state['positions'] / 1e6:.2f}M positions")
+            if time.time() - last_save > args.save_seconds:
+                save_checkpoint(path, state, student, optims)
+                shards.refresh()
+                last_save = time.time()
+            if held and time.time() - last_eval > args.eval_seconds:
+                tqdm.write(f"step {state['step']}  loss {loss:.3f}  {agreement_line(evaluate(student, held))}")
+                student.train()
+                last_eval = time.time()
     save_checkpoint(path, state, student, optims)
     return state
 
@@ -848,11 +874,40 @@ def export(args, student, tokenizer):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"trainDraft.py: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_data_flags(p):
+    """What the shards are made of, and what is held out: common to drafts and heads."""
+    p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
+    p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
+    p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
+    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file not held out")
+    p.add_argument("--sample-tokens", type=int, default=1_500_000)
+    p.add_argument("--sample-rows", type=int, default=SAMPLE_ROWS)
+    p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
+    p.add_argument("--top-k", type=int, default=TOP_K)
+    p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
+    p.add_argument("--held-prompts", type=int, default=HELD_PROMPTS, help="prompts a group")
+    p.add_argument("--held-prompt-tokens", type=int, default=HELD_PROMPT_TOKENS)
+    p.add_argument("--held-new", type=int, default=HELD_NEW)
+
+
+def add_training_flags(p, save_seconds):
+    p.add_argument("--steps", type=int, default=0, help="end after so many steps")
+    p.add_argument("--minutes", type=float, default=0, help="end after so many minutes of training")
+    p.add_argument("--batch-rows", type=int, default=BATCH_ROWS)
+    p.add_argument("--context", type=int, default=CONTEXT)
+    p.add_argument("--lr", type=float, default=LR)
+    p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 arithmetic")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=os.cpu_count())
+    p.add_argument("--save-seconds", type=float, default=save_seconds)
+    p.add_argument("--eval-seconds", type=float, default=EVAL_SECONDS)
 
 
 def parse(argv):
-    p = Parser(description=__doc__)
+    p = Parser(prog="trainDraft.py", description=__doc__)
     p.add_argument("--target", required=True, help="folder (or name) of the target")
     p.add_argument("--out", type=Path, help="folder of the draft, e.g. models/smollm2-draft-small")
     p.add_argument("--work", type=Path, help="folder of shards and checkpoint (default: OUT.work)")
@@ -860,40 +915,20 @@ def parse(argv):
     p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     p.add_argument("--evaluate", type=Path, help="only measure the agreement of this draft")
     p.add_argument("--only", choices=("sample", "score", "train"), help="only this stage")
-    p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
-    p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
-    p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
-    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file not held out")
-    p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
-    p.add_argument("--held-prompts", type=int, default=HELD_PROMPTS, help="prompts a group")
-    p.add_argument("--held-prompt-tokens", type=int, default=HELD_PROMPT_TOKENS)
-    p.add_argument("--held-new", type=int, default=HELD_NEW)
-    p.add_argument("--sample-tokens", type=int, default=1_500_000)
-    p.add_argument("--sample-rows", type=int, default=SAMPLE_ROWS)
-    p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
-    p.add_argument("--top-k", type=int, default=TOP_K)
+    add_data_flags(p)
     p.add_argument("--hidden", type=int, default=240)
     p.add_argument("--intermediate", type=int, default=640)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--heads", type=int, default=5)
     p.add_argument("--plant", action=argparse.BooleanOptionalAction, default=True, help="start able to copy")
     p.add_argument("--positions", type=int, default=8192, help="context length of the draft")
-    p.add_argument("--steps", type=int, default=0, help="end after so many steps")
-    p.add_argument("--minutes", type=float, default=0, help="end after so many minutes of training")
-    p.add_argument("--batch-rows", type=int, default=BATCH_ROWS)
-    p.add_argument("--context", type=int, default=CONTEXT)
+    add_training_flags(p, SAVE_SECONDS)
     p.add_argument("--copy-share", type=float, default=COPY_SHARE)
-    p.add_argument("--lr", type=float, default=LR)
     p.add_argument("--embedding-lr", type=float, default=EMBEDDING_LR)
     p.add_argument("--kl-weight", type=float, default=KL_WEIGHT)
     p.add_argument("--ce-weight", type=float, default=CE_WEIGHT)
     p.add_argument("--frequent", type=int, default=FREQUENT)
     p.add_argument("--negatives", type=int, default=NEGATIVES)
-    p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 arithmetic")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--threads", type=int, default=os.cpu_count())
-    p.add_argument("--save-seconds", type=float, default=SAVE_SECONDS)
-    p.add_argument("--eval-seconds", type=float, default=EVAL_SECONDS)
     args = p.parse_args(argv)
     args.command = shlex.join(["python", "trainDraft.py", *argv])
     check(args)
@@ -953,6 +988,7 @@ def load_teacher(name, dtype):
     return model
 
 
+@as_script("trainDraft.py", STOPPED)
 def main(argv):
     args = parse(argv)
     torch.set_num_threads(args.threads)
@@ -963,7 +999,8 @@ def main(argv):
     teacher = args.teacher or work / "samples"
     if args.evaluate:
         held = held_out(args, tokenizer, load_target, work)
-        return report(args, evaluate(load(args.evaluate, torch.float32), held, load_target(torch.float32)))
+        report(args, evaluate(load(args.evaluate, torch.float32), held, load_target(torch.float32)))
+        return 0
     note_command(args, work if args.only == "train" else teacher)
     if args.only in (None, "sample"):
         sample_target(args, load_target(teacher_type), load_sources(args, tokenizer), teacher)
@@ -980,6 +1017,7 @@ def main(argv):
             noted = [folder for folder in (teacher, work) if (folder / COMMANDS).exists()]
             write_card(args, draft, shards, state, figures, noted)
             report(args, figures)
+    return 0
 
 
 COLUMNS = [Column("agreement of", "draft", "", 20), Column("text", "text", "", 20),
@@ -987,29 +1025,24 @@ COLUMNS = [Column("agreement of", "draft", "", 20), Column("text", "text", "", 2
            Column("agreement", "agreement", ".4f", 9), Column("alpha, T = 1", "alpha", ".4f", 12)]
 
 
+def results_of(args, **lines):
+    """Where a draft's or a head's agreement goes: results.txt and results.jsonl in --results, with the run's header."""
+    pair = {"target": Path(args.target).name, "draft": Path(args.evaluate or args.out).name}
+    results = Results(args.results, {**run_meta(args.command, torch.device("cpu"), torch.float32), **pair,
+                                     "pair": "-".join(pair.values()), "engine": "eager"})
+    results.header(lines)
+    return results
+
+
 def report(args, figures):
-    """The agreement by source: printed, and appended to results.txt and results.jsonl in --results."""
-    meta = run_meta(args.command, torch.device("cpu"), torch.float32)
-    results = Results(args.results, {**meta, "target": Path(args.target).name, "engine": "eager"})
-    results.say(f"\n== {meta['date']}  commit {meta['commit']}\ncommand   {args.command}\n"
-                f"machine   {meta['device']}, {meta['threads']} threads, {meta['dtype']}; {meta['versions']}")
+    """The agreement by source: printed, and appended to the results."""
+    results = results_of(args)
     results.table(COLUMNS)
     for name, f in figures.items():
-        results.row(method="agreement", draft=Path(args.evaluate or args.out).name, text=name,
+        results.row(method="agreement", text=name,
                     n_prompts=f["prompts"], n_tokens=f["positions"], agreement=f["agreement"], alpha=f["alpha"],
                     temperature=0.0, max_new_tokens=args.held_new)
 
 
-def run(argv):
-    try:
-        main(argv)
-    except (ValueError, OSError) as error:
-        print(f"trainDraft.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
-
-
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -19,19 +19,21 @@ from eagle import EagleHead
 from heads import load_head, save_head
 from loadModel import load_tokenizer
 from medusa import MedusaHead, calibrate, expected_length, joint_parameters, sparse_tree
-from metrics import Column, Results, as_script, run_meta
+from metrics import Column, as_script
 from mtp import MTPHead
 from PPL import perplexity
-from trainDraft import (BATCH_ROWS, COMMANDS, CONTEXT, EVAL_SECONDS, HELD_NEW, HELD_PROMPT_TOKENS, HELD_PROMPTS, LR,
-                        PROMPT_SHARE, SAMPLE_ROWS, SAVE_SECONDS, TOP_K, Shards, Tap, check_files, data_table, held_out,
-                        load, load_checkpoint, load_sources, load_teacher, markdown_table, note_command, sample_target,
-                        save_checkpoint, save_features, score_texts)
+from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, Tap, add_data_flags, add_training_flags,
+                        check_files, data_table, greedy_rows, held_out, load, load_checkpoint, load_sources,
+                        load_teacher, markdown_table, note_command, read_shard, results_of, sample_target,
+                        save_checkpoint, save_features, schedule, score_texts)
 
 KINDS = {kind.kind: kind for kind in (MedusaHead, EagleHead, MTPHead)}
+DEFAULT_KIND = "eagle"
 VOCAB = 8192                                     # ids that a head can propose, unless told otherwise
 FEATURE_ROWS = 8                                 # rows of a shard that go through the target together
 ASIDE = 16                                       # one shard of so many is kept for choosing Medusa's tree
 WARMUP_STEPS, DECAY = 20, 0.6                    # then a plateau, and a linear decay over the last part
+SAVE_SECONDS = 50                                # the clock is looked at after a step: a minute in all
 TREE_NODES = 64                                  # of Medusa's sparse tree (section 2.3.3 of its paper)
 JOINT_LR = 1e-5                                  # of the target, in Medusa-2
 PPL_TOKENS = 4096                                # of the text on which a jointly trained target's drift is measured
@@ -43,7 +45,7 @@ PPL_TOKENS = 4096                                # of the text on which a jointl
 def add_features(model, folder):
     """The target's hidden states for each shard of `folder` that has none yet (scored text, other samples)."""
     missing = [p for p in sorted(folder.glob("*.npz")) if not p.with_suffix(".npy").exists()]
-    shards = [np.load(path) for path in missing]
+    shards = [read_shard(path, "ids", "length") for path in missing]
     bar = tqdm(total=sum(int(s["length"].sum()) for s in shards), unit="tok", desc="features of the target")
     for path, shard in zip(missing, shards):
         ids, length = torch.from_numpy(shard["ids"].astype(np.int64)), torch.from_numpy(shard["length"])
@@ -58,21 +60,40 @@ def add_features(model, folder):
 
 
 class HeadShards(Shards):
-    """Teacher shards with their features, which stay on the disk and are mapped. One of ASIDE is not trained on."""
+    """Teacher shards with their features, which stay on the disk and are mapped. One of ASIDE, by its name, is put
+    aside and not trained on; if that is none, the last one."""
 
-    def __init__(self, folder):
-        self.aside = []
-        super().__init__(folder)
+    nothing = "no shard with features in {}: --only features adds them (to what --only sample and --only score write)"
 
     def whole(self, path):
         return path.with_suffix(".npy").exists()
 
-    def take(self, path):
-        shard = {**np.load(path), "features": np.load(path.with_suffix(".npy"), mmap_mode="r")}
-        if zlib.crc32(path.stem.encode()) % ASIDE == 0:
-            self.aside.append(shard)
-        else:
-            self.loaded.append(shard)
+    def read(self, path):
+        shard, path = read_shard(path), path.with_suffix(".npy")
+        try:
+            shard["features"] = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError):
+            raise ValueError(f"{path} is damaged: remove it, and --only features writes it anew") from None
+        rows, tokens = shard["ids"].shape
+        if shard["features"].shape[:-1] != (rows, tokens - 1):
+            raise ValueError(f"{path} is not of its shard: remove it, and --only features writes it anew")
+        return shard
+
+    def to_train_on(self):
+        aside = [name for name in self.found if zlib.crc32(Path(name).stem.encode()) % ASIDE == 0]
+        aside = aside or list(self.found)[-1:]
+        rest = [shard for name, shard in self.found.items() if name not in aside]
+        self.aside, self.apart = [self.found[name] for name in aside], bool(rest)
+        return rest or self.aside                # there is but one: it serves both ends
+
+    def rows_aside(self):
+        """([(shard, its rows)] for Medusa's tree, what they are in words): greedy text that is not trained on. Where
+        there is no greedy text, other rows; where there is but one shard, it is trained on too."""
+        greedy = [(shard, np.flatnonzero(shard["temperature"] == 0)) for shard in self.aside]
+        found = any(len(rows) for _, rows in greedy)
+        rows = greedy if found else [(shard, np.arange(len(shard["length"]))) for shard in self.aside]
+        said = "greedy text" if found else "text that is not greedy, as none of the greedy was put aside,"
+        return rows, f"{said} that was {'not trained on' if self.apart else 'trained on, as there is but one shard'}"
 
 
 def teacher_batch(shards, args, rng):
@@ -98,21 +119,40 @@ def batch_of(shard, rows, start, end, rng=None):
                 logp=torch.from_numpy(shard["logp"][rows, laws]))
 
 
-def batches_aside(shards, args):
-    """The greedy rows of the shards that are not trained on (all rows where there are no such shards or rows)."""
-    for shard in shards.aside or shards.loaded[-1:]:
-        greedy = np.flatnonzero(shard["temperature"] == 0)
-        rows = greedy if len(greedy) else np.arange(len(shard["length"]))
+@torch.inference_mode()
+def batches_aside(rows_aside, args, target=None):
+    """Batches of these [(shard, rows)], with the features that `target` has now where it is given (Medusa-2)."""
+    for shard, rows in rows_aside:
         for at in range(0, len(rows), args.batch_rows):
             part = rows[at:at + args.batch_rows]
-            yield batch_of(shard, part, 0, int(shard["length"][part].max()))
+            batch = batch_of(shard, part, 0, int(shard["length"][part].max()))
+            if target is not None:
+                batch["features"] = target.base_model(batch["ids"][:, :-1], use_cache=False).last_hidden_state.float()
+            yield batch
 
 
 # --------------------------------------------------------------------------------------------------- train
 
-def values_of(options):
-    """{name: value} of NAME=VALUE, the values as in JSON."""
-    return {name: json.loads(value) for name, _, value in (option.partition("=") for option in options)}
+def values_of(flag, options, function):
+    """{name: value} of NAME=VALUE, the values as in JSON: arguments of `function`, each of its default's kind; whole
+    numbers at least 1, others at least 0. Raises ValueError that names the flag."""
+    known = {name: p.default for name, p in inspect.signature(function).parameters.items()
+             if isinstance(p.default, (bool, int, float)) and name != "kept"}  # which is --vocab's
+    values = {}
+    for name, _, text in (option.partition("=") for option in options):
+        if name not in known:
+            raise ValueError(f"{flag} {name}: there are {', '.join(known)}")
+        kind = type(known[name])
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        good = type(value) in ((int, float) if kind is float else (kind,))
+        if not good or not (kind is bool or (1 if kind is int else 0) <= value < math.inf):
+            wanted = {bool: "true or false", int: "a whole number from 1 on", float: "a number from 0 on"}[kind]
+            raise ValueError(f"{flag} {name} must be {wanted}, not {text!r}")
+        values[name] = value
+    return values
 
 
 def make_head(args, target, shards):
@@ -121,9 +161,12 @@ def make_head(args, target, shards):
     weight = target.get_output_embeddings().weight
     kept = args.vocab if 0 < args.vocab < weight.shape[0] else 0
     try:
-        head = KINDS[args.kind](weight.shape[1], weight.shape[0], kept, **values_of(args.option))
-    except (TypeError, ValueError) as error:
+        head = KINDS[args.kind](weight.shape[1], weight.shape[0], kept, **args.options)
+    except ValueError as error:
         raise ValueError(f"--option {' '.join(args.option)}: {error}") from None
+    longest = max(args.context, args.held_prompt_tokens + args.held_new if args.held_out else 0)
+    if head.config.get("limit", longest) < longest:
+        raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-new)")
     head.bind(target, shards.frequent(kept, weight.shape[0]).sort().values if kept else None)
     head.start(tied=weight.data_ptr() == target.get_input_embeddings().weight.data_ptr())
     return head
@@ -141,16 +184,21 @@ def optimisers(head, args, target=None):
 
 
 def train_step(head, optims, shards, args, step, progress, target=None):
-    """One update; its batch depends on seed and step alone. Returns (positions, loss, parts)."""
+    """One update; its batch depends on seed, step and the shards that are there. Returns (positions, loss, parts).
+    Raises ValueError, and changes nothing, if loss or gradient is not finite."""
     batch = teacher_batch(shards, args, np.random.default_rng((args.seed, step, 7)))
     torch.manual_seed(args.seed * 1_000_003 + step)
     with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
         loss, parts = (head.loss(batch, **args.weights) if target is None
                        else head.joint_loss(target, batch, **args.weights))
     loss.backward()
-    factor = min(1.0, (step + 1) / WARMUP_STEPS) * min(1.0, max(0.0, (1 - progress) / DECAY))
+    learnt = [[p for group in optim.param_groups for p in group["params"]] for optim in optims]
+    sizes = [float(torch.nn.utils.clip_grad_norm_(weights, 1.0)) for weights in learnt]
+    if not all(map(math.isfinite, [float(loss.detach()), *sizes])):
+        raise ValueError(f"step {step}: the loss is {float(loss.detach()):g}, its gradient {max(sizes):g}; the last "
+                         f"checkpoint is whole: try a smaller --lr than {args.lr:g}, and another --work")
+    factor = schedule(step, progress, WARMUP_STEPS, DECAY)
     for optim in optims:
-        torch.nn.utils.clip_grad_norm_([p for group in optim.param_groups for p in group["params"]], 1.0)
         for group in optim.param_groups:
             group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
         optim.step()
@@ -158,56 +206,80 @@ def train_step(head, optims, shards, args, step, progress, target=None):
     return int(batch["keep"].sum()), float(loss.detach()), parts
 
 
+def progress_of(state, args):
+    """Which part of the run is over, by steps or by minutes."""
+    return max(state["step"] / args.steps if args.steps else 0,
+               state["seconds"] / (60 * args.minutes) if args.minutes else 0)
+
+
 def train(args, head, shards, path, held=None, target=None):
     """Train until `args.steps` or `args.minutes` are over, going on from the checkpoint `path`. target: of joint
-    training (Medusa-2), which learns too."""
+    training (Medusa-2), which learns too. Returns what the run knows of itself."""
     optims, learner = optimisers(head, args, target), torch.nn.ModuleList([head] if target is None else [head, target])
     state = load_checkpoint(path, learner, optims)
     learner.train()
-    bar = tqdm(total=args.steps or None, initial=state["step"], unit="step", desc=f"training {args.kind}")
+    if progress_of(state, args) >= 1:
+        print(f"nothing is left to train: {path} has {state['step']} steps and {state['seconds'] / 60:.1f} minutes; "
+              "more come with a greater --steps or --minutes")
+        return state
     last_save = last_eval = time.time()
-    while (progress := max(state["step"] / args.steps if args.steps else 0,
-                           state["seconds"] / (60 * args.minutes) if args.minutes else 0)) < 1:
-        start = time.time()
-        n, loss, parts = train_step(head, optims, shards, args, state["step"], progress, target)
-        state["step"] += 1
-        state["positions"] += n
-        state["seconds"] += time.time() - start
-        state["loss"] = loss if state["loss"] is None else 0.98 * state["loss"] + 0.02 * loss
-        bar.update()
-        bar.set_postfix_str(f"loss {state['loss']:.3f} {state['positions'] / 1e6:.2f}M positions")
-        if time.time() - last_save > args.save_seconds:
-            save_checkpoint(path, state, learner, optims)
-            shards.refresh()
-            last_save = time.time()
-        if held and time.time() - last_eval > args.eval_seconds:
-            said = "  ".join(f"{name} {value:.3f}" for name, value in parts.items())
-            tqdm.write(f"step {state['step']}  loss {state['loss']:.3f}  {said}\n"
-                       f"{agreement_lines(evaluate(head, held, args.depths))}")
-            learner.train()
-            last_eval = time.time()
-    bar.close()
+    with tqdm(total=args.steps or None, initial=state["step"], unit="step", desc=f"training {args.kind}") as bar:
+        while (progress := progress_of(state, args)) < 1:
+            start = time.time()
+            n, loss, parts = train_step(head, optims, shards, args, state["step"], progress, target)
+            state["step"] += 1
+            state["positions"] += n
+            state["seconds"] += time.time() - start
+            state["loss"] = loss if state["loss"] is None else 0.98 * state["loss"] + 0.02 * loss
+            bar.update()
+            bar.set_postfix_str(f"loss {state['loss']:.3f} {state['positions'] / 1e6:.2f}M positions")
+            if time.time() - last_save > args.save_seconds:
+                save_checkpoint(path, state, learner, optims)
+                shards.refresh()
+                last_save = time.time()
+            if held and time.time() - last_eval > args.eval_seconds:
+                said = "  ".join(f"{name} {value:.3f}" for name, value in parts.items())
+                tqdm.write(f"step {state['step']}  loss {state['loss']:.3f}  {said}\n"
+                           f"{agreement_lines(evaluate(head, held, args.depths))}")
+                learner.train()
+                last_eval = time.time()
     save_checkpoint(path, state, learner, optims)
     return state
 
 
-def choose_tree(head, shards, args):
-    """Medusa's accuracies on the text that was kept aside, and its sparse tree, into the head's configuration."""
-    accuracy = calibrate(head, batches_aside(shards, args))
+def choose_tree(head, shards, args, target=None):
+    """Medusa's accuracies on the text that was put aside, and its sparse tree, into the head's configuration. target:
+    see batches_aside. Returns a sentence about them."""
+    rows, said = shards.rows_aside()
+    accuracy = calibrate(head, batches_aside(rows, args, target))
     tree = sparse_tree(accuracy, args.tree_nodes)
     head.config.update(accuracy=[[round(a, 5) for a in row] for row in accuracy], tree=[list(path) for path in tree])
-    print(f"sparse tree of {len(tree)} nodes: {expected_length(accuracy, tree):.2f} tokens a round expected")
+    said = (f"The sparse tree has {len(tree)} nodes and promises {expected_length(accuracy, tree):.2f} tokens a round, "
+            f"by the accuracies of the heads' guesses on {said}.")
+    print(said)
+    return said
 
 
-def train_jointly(args, head, target, shards, work, text):
-    """Medusa-2: head and target together, the head trained before. The target goes to the folder `args.joint`.
-    Returns its perplexity on `text` (ids) before and after."""
+def train_jointly(args, target, shards, work, held):
+    """Medusa-2: head and target together, the head trained before. The target goes to the folder `args.joint`, of which
+    alone `args` speaks from here on. Returns (head, the run's state, the held-out rows as this target writes them, its
+    drift: dict(tokens, before, after), the perplexity on held-out prompts)."""
+    head = load_head(args.out, target, KINDS)
+    if head.kind != args.kind:
+        raise ValueError(f"--joint goes on from a Medusa head, and {args.out} holds one of kind {head.kind}")
+    head.requires_grad_(True)
+    head.out.requires_grad_(False)  # these rows are the target's, and no part of what is saved
+    text = torch.tensor([i for row in held for i in row["ids"][:row["prompt"]]][:PPL_TOKENS])
     before = perplexity(target, text).ppl
-    train(args, head, shards, work / "medusa2.pt", target=target)
+    state = train(args, head, shards, work / "medusa2.pt", target=target)
     target.eval().requires_grad_(False)
     target.save_pretrained(args.joint)
     load_tokenizer(args.target).save_pretrained(args.joint)
-    return before, perplexity(target, text).ppl
+    args.target = target.config._name_or_path = str(args.joint)
+    args.out = args.joint / "medusa"
+    prompts, sources = zip(*((row["ids"][:row["prompt"]], row["source"]) for row in held))
+    held = with_features(target, greedy_rows(target, prompts, sources, args.held_new))
+    return head, state, held, dict(tokens=len(text), before=before, after=perplexity(target, text).ppl)
 
 
 # ------------------------------------------------------------------------------------------------ evaluate
@@ -224,45 +296,60 @@ def with_features(model, rows):
 @torch.inference_mode()
 def evaluate(head, held, depths):
     """The share of the target's greedy tokens that the head guesses, by source and depth: {source: dict(prompts,
-    positions, agreement [depths], expected)}. Depth k is the k-th token behind the last one that the target decided.
-    expected: the tokens that a chain of `depths` guesses would have made a round emit, the target's own with them."""
+    positions, agreement [depths], expected)}. Depth k is the k-th token behind the last one that the target decided;
+    None where the head has no guess for it. expected: the tokens that a chain of `depths` guesses would have made a
+    round emit, the target's own with them. Rows too short for a token at every depth do not count."""
     head.eval()
     sums = {}
     for row in held:
         ids, n = torch.tensor(row["ids"]), row["prompt"]
-        found = head.guesses(ids[None], row["features"][None], depths)[:, 0]
-        last = len(ids) - 1 - depths  # behind the positions before it all depths have a token
-        right = torch.stack([found[k - 1, n - 1 : last] == ids[n + k : last + 1 + k] for k in range(1, depths + 1)])
-        figures = [1, right.shape[1], right.sum(1), 1.0 * right.cumprod(0).sum()]
+        last = max(n - 1, len(ids) - 1 - depths)  # behind the positions before it all depths have a token
+        if last == n - 1:
+            continue
+        found = head.guesses(ids[None], row["features"][None], depths)[:, 0, n - 1 : last]
+        right = found == torch.stack([ids[n + k : last + 1 + k] for k in range(1, depths + 1)])
+        figures = [1, right.shape[1], right.sum(1), 1.0 * right.cumprod(0).sum(), (found >= 0).sum(1)]
         for name in (row["source"], "all"):
-            sums[name] = [a + b for a, b in zip(sums.get(name, [0, 0, 0, 0]), figures)]
-    return {name: dict(prompts=prompts, positions=n, agreement=(right / n).tolist(), expected=1 + float(chain / n))
-            for name, (prompts, n, right, chain) in sorted(sums.items(), key=lambda item: (item[0] == "all", item[0]))
-            if n}
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0] * len(figures)), figures)]
+    return {name: dict(prompts=prompts, positions=n, expected=1 + float(chain / n),
+                       agreement=[hits / n if made else None for hits, made in zip(right.tolist(), guessed.tolist())])
+            for name, (prompts, n, right, chain, guessed)
+            in sorted(sums.items(), key=lambda item: (item[0] == "all", item[0]))}
+
+
+def shown(agreement):
+    return ["-" if a is None else f"{a:.3f}" for a in agreement]
 
 
 def agreement_lines(figures):
-    return "\n".join(f"agreement of {name:22}" + " ".join(f"{a:.3f}" for a in f["agreement"])
+    return "\n".join(f"agreement of {name:22}" + " ".join(f"{a:5}" for a in shown(f["agreement"]))
                      + f"   {f['expected']:.2f} tokens a round" for name, f in figures.items())
 
 
-def report(args, head, figures):
-    """The agreement by source and depth: printed, and appended to results.txt and results.jsonl in --results."""
-    columns = [Column("head", "method", "", 8), Column("text", "text", "", 20), Column("prompts", "n_prompts", "d", 7),
+def report(args, head, figures, drift=None):
+    """The agreement by source and depth, and the drift of a target that was trained: printed, and appended to
+    results.txt and results.jsonl in --results."""
+    columns = [Column("head", "head", "", 8), Column("text", "text", "", 20), Column("prompts", "n_prompts", "d", 7),
                Column("positions", "n_tokens", "d", 9),
                *(Column(f"depth {k + 1}", f"agreement_{k + 1}", ".4f", 8) for k in range(args.depths)),
-               Column("tokens a round", "tokens_per_round", ".3f", 14)]
-    meta = run_meta(args.command, torch.device("cpu"), torch.float32)
-    results = Results(args.results, {**meta, "target": Path(args.target).name, "engine": "eager"})
-    results.say(f"\n== {meta['date']}  commit {meta['commit']}\ncommand   {args.command}\n"
-                f"machine   {meta['device']}, {meta['threads']} threads, {meta['dtype']}; {meta['versions']}\n"
-                "top-1 agreement with the target's greedy text by depth, and the tokens that a chain would emit")
+               Column("tokens a round", "expected_tokens", ".3f", 14)]
+    results = results_of(args, measured="top-1 agreement with the target's greedy text by depth, and the tokens that a "
+                                        "chain would emit")
+    if drift:
+        results.say(drift_line(drift))
+        results.record(method="drift", head=head.kind, n_tokens=drift["tokens"], ppl=drift["after"],
+                       ppl_before=drift["before"])
     results.table(columns)
     for name, f in figures.items():
-        results.row(method=head.kind, label=f"agreement of {head.kind}", draft=Path(args.evaluate or args.out).name,
-                    text=name, n_prompts=f["prompts"], n_tokens=f["positions"], agreement=f["agreement"],
-                    tokens_per_round=f["expected"], temperature=0.0, max_new_tokens=args.held_new,
+        results.row(method="agreement", head=head.kind, text=name, n_prompts=f["prompts"], n_tokens=f["positions"],
+                    agreement=f["agreement"], expected_tokens=f["expected"], temperature=0.0,
+                    max_new_tokens=args.held_new,
                     **{f"agreement_{k + 1}": a for k, a in enumerate(f["agreement"])})
+
+
+def drift_line(drift):
+    return (f"Medusa-2: the target's perplexity on {drift['tokens']} held-out tokens is {drift['after']:.3f}, and was "
+            f"{drift['before']:.3f}.")
 
 
 CARD = """# {name}
@@ -273,7 +360,7 @@ embedding and output matrix, which it takes from the target. It proposes the {ke
 
 ## Data
 
-The target's hidden states (bfloat16 arithmetic) and its law (its {top_k} likeliest tokens at temperature 1) along
+The target's hidden states ({arithmetic} arithmetic) and its law (its {top_k} likeliest tokens at temperature 1) along
 {tokens:,} tokens of text after their prompts, most of it sampled from the target itself. By where the prompt was cut
 from and how the text came about ("text": written by people; the others by the target, greedily or at that temperature):
 
@@ -282,7 +369,7 @@ from and how the text came about ("text": written by people; the others by the t
 ## Training
 
 {steps:,} steps, {positions:,} positions seen, {minutes:.0f} minutes on {threads} thread(s) of {machine}; loss at the
-end {loss:.3f} (running mean over training batches). Settings: {options}.{tree}
+end {loss:.3f} (running mean over training batches). Settings: {options}.{notes}
 
 ## Agreement with the target's greedy continuations
 
@@ -301,47 +388,57 @@ In this order; a run that was stopped goes on from where it was.
 
 ## Licences
 
-The weights are this project's work, derived from samples of the target and from the texts above; see the draft's card
-in `models/smollm2-draft-small` for these.
+The weights are this project's work, derived from samples of the target and from the texts above. {licences}
 """
 
+LICENSED = "SmolLM2-135M-Instruct"               # the target whose texts' licences a card of this project names
 
-def write_card(args, head, shards, state, figures, work):
+
+def write_card(args, head, shards, state, figures, work, notes):
+    """The head's README.md. notes: further sentences about its training."""
     counts, depths = shards.counts(), range(1, args.depths + 1)
     table = markdown_table(
         ["held-out source", "positions", *(f"depth {k}" for k in depths), "tokens a round (chain)"],
-        [[name, f"{f['positions']:,}", *(f"{a:.3f}" for a in f["agreement"]), f"{f['expected']:.2f}"]
-         for name, f in figures.items()])
-    noted = [folder / COMMANDS for folder in (args.teacher, work) if (folder / COMMANDS).exists()]
-    commands = dict.fromkeys(line for path in noted for line in path.read_text().splitlines()
-                             if "--kind" not in line or f"--kind {args.kind} " in line)
-    shown = args.weights | {k: v for k, v in head.config.items() if k not in ("tree", "accuracy", "hidden", "vocab", "kept")}
-    tree = ""
-    if head.config.get("tree"):
-        length = expected_length(head.config["accuracy"], head.config["tree"])
-        tree = (f"\n\nThe sparse tree has {len(head.config['tree'])} nodes and promises {length:.2f} tokens a round, "
-                "by the accuracies of the heads' guesses on greedy text that was not trained on (config.json).")
+        [[name, f"{f['positions']:,}", *shown(f["agreement"]), f"{f['expected']:.2f}"]
+         for name, f in figures.items()]) if figures else "Not measured: no --held-out text that is long enough."
+    left_out = ("tree", "accuracy", "hidden", "vocab", "kept")
+    settings = args.weights | {k: v for k, v in head.config.items() if k not in left_out}
     (args.out / "README.md").write_text(CARD.format(
         name=args.out.name, kind=head.kind, target=Path(args.target).name,
         params=sum(value.numel() for value in head.own_state().values() if value.is_floating_point()),
         kept=len(head.ids), top_k=args.top_k, tokens=sum(counts.values()), data=data_table(counts), steps=state["step"],
         positions=state["positions"], minutes=state["seconds"] / 60, threads=args.threads,
         machine=f"{os.cpu_count()} CPU cores that other work shared in part", loss=state["loss"] or math.nan,
-        options=", ".join(f"{k} {v}" for k, v in shown.items()) or "none", tree=tree, table=table,
-        commands="\n".join(commands)), encoding="utf-8")
+        options=", ".join(f"{k} {v}" for k, v in settings.items()) or "none", table=table,
+        notes="".join(f"\n\n{note}" for note in notes), commands="\n".join(commands_for(args, work)),
+        arithmetic="bfloat16" if args.bf16 else "float32",
+        licences="See the draft's card in `models/smollm2-draft-small` for these." if Path(args.target).name == LICENSED
+        else "The licences of the target and of the texts apply."), encoding="utf-8")
+
+
+def commands_for(args, work):
+    """The noted commands that made this head: all that made its texts, and of those that trained the ones of its
+    kind, with --joint where it was trained so."""
+    noted = [folder / COMMANDS for folder in (args.teacher, work) if (folder / COMMANDS).exists()]
+    lines = dict.fromkeys(line for path in noted for line in path.read_text().splitlines())
+    parser = argparse.ArgumentParser(add_help=False)  # the rest of a line may be of another version
+    parser.add_argument("--kind", default=DEFAULT_KIND)
+    parser.add_argument("--only")
+    parser.add_argument("--joint")
+    for line in filter(str.strip, lines):
+        _, script, *flags = shlex.split(line, comments=True)
+        given, _ = parser.parse_known_args(flags)
+        trained = script == "trainHeads.py" and given.only in (None, "train")
+        if not trained or (given.kind == args.kind and (args.joint or not given.joint)):
+            yield line
 
 
 # ---------------------------------------------------------------------------------------------------- main
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"trainHeads.py: {message}\n")
-
-
 def parse(argv):
-    p = Parser(description=__doc__)
+    p = Parser(prog="trainHeads.py", description=__doc__)
     p.add_argument("--target", required=True, help="folder (or name) of the target")
-    p.add_argument("--kind", choices=tuple(KINDS), default="eagle", help="which head")
+    p.add_argument("--kind", choices=tuple(KINDS), default=DEFAULT_KIND, help="which head")
     p.add_argument("--out", type=Path, help="folder of the head, e.g. models/smollm2-eagle")
     p.add_argument("--evaluate", type=Path, help="only measure the agreement of this head")
     p.add_argument("--teacher", type=Path, help="folder of shards: the target's laws, features (default: WORK/samples)")
@@ -356,35 +453,11 @@ def parse(argv):
     p.add_argument("--vocab", type=int, default=VOCAB, help="the head proposes the N most frequent tokens (0: all)")
     p.add_argument("--tree-nodes", type=int, default=TREE_NODES, help="nodes of Medusa's sparse tree")
     p.add_argument("--depths", type=int, default=5, help="up to which depth the agreement is measured")
-    p.add_argument("--steps", type=int, default=0, help="end after so many steps")
-    p.add_argument("--minutes", type=float, default=0, help="end after so many minutes of training")
-    p.add_argument("--batch-rows", type=int, default=BATCH_ROWS)
-    p.add_argument("--context", type=int, default=CONTEXT)
-    p.add_argument("--lr", type=float, default=LR)
+    add_training_flags(p, SAVE_SECONDS)
     p.add_argument("--joint-lr", type=float, default=JOINT_LR, help="of the target, with --joint")
-    p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 arithmetic")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--threads", type=int, default=os.cpu_count())
-    p.add_argument("--save-seconds", type=float, default=SAVE_SECONDS)
-    p.add_argument("--eval-seconds", type=float, default=EVAL_SECONDS)
     args = p.parse_args(argv)
     args.command = shlex.join(["python", "trainHeads.py", *argv])
     return args
-
-
-def add_data_flags(p):
-    p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
-    p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
-    p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
-    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file not held out")
-    p.add_argument("--sample-tokens", type=int, default=1_500_000)
-    p.add_argument("--sample-rows", type=int, default=SAMPLE_ROWS)
-    p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
-    p.add_argument("--top-k", type=int, default=TOP_K)
-    p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
-    p.add_argument("--held-prompts", type=int, default=HELD_PROMPTS, help="prompts a group")
-    p.add_argument("--held-prompt-tokens", type=int, default=HELD_PROMPT_TOKENS)
-    p.add_argument("--held-new", type=int, default=HELD_NEW)
 
 
 def check(args):
@@ -404,11 +477,9 @@ def check(args):
                  "depths", "tree_nodes"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
-    try:
-        args.weights = values_of(args.loss)
-        inspect.signature(KINDS[args.kind].loss).bind(None, None, **args.weights)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--loss {' '.join(args.loss)}: {error}") from None
+    kind = KINDS[args.kind]
+    args.options = values_of("--option", args.option, kind.__init__)
+    args.weights = values_of("--loss", args.loss, kind.joint_loss if args.joint else kind.loss)
     if args.vocab < 0:
         raise ValueError(f"--vocab must be 0 (all) or more, not {args.vocab}")
     if args.context < 8 or args.held_new <= args.depths:
@@ -418,7 +489,7 @@ def check(args):
         raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples; or --only train")
 
 
-@as_script("trainHeads.py")
+@as_script("trainHeads.py", STOPPED)
 def main(argv):
     args = parse(argv)
     check(args)
@@ -428,9 +499,11 @@ def main(argv):
     if args.evaluate:
         target = load(args.target, torch.float32)
         head = load_head(args.evaluate, target, KINDS)
-        report(args, head, evaluate(head, held_rows(args, target, work), args.depths))
+        figures = evaluate(head, held_rows(args, target, work), args.depths)
+        if not figures:
+            raise ValueError(f"no held-out text goes on for more than --depths {args.depths} tokens")
+        report(args, head, figures)
         return 0
-    note_command(args, work if args.only == "train" else args.teacher)
     if args.only != "train":
         prepare(args)
     if args.only in (None, "train"):
@@ -442,6 +515,7 @@ def prepare(args):
     """The stages before training: samples of the target, laws of given texts, features of both."""
     model = load_teacher(args.target, torch.bfloat16 if args.bf16 else torch.float32)
     tokenizer = load_tokenizer(args.target)
+    note_command(args, args.teacher)
     if args.only in (None, "sample"):
         sample_target(args, model, load_sources(args, tokenizer), args.teacher, Tap(model))
     if args.only in (None, "score"):
@@ -457,29 +531,28 @@ def held_rows(args, target, work):
 
 def train_and_ship(args, work):
     target, shards = load(args.target, torch.float32), HeadShards(args.teacher)
-    held = held_rows(args, target, work)
+    hidden = shards.loaded[0]["features"].shape[-1]
+    if hidden != target.config.hidden_size:
+        raise ValueError(f"the features in {args.teacher} are {hidden} wide and the target's "
+                         f"{target.config.hidden_size}: they are another target's; choose another --teacher")
+    if args.only == "train":
+        note_command(args, work)
+    held, notes, drift = held_rows(args, target, work), [], None
     if args.joint:
-        head = load_head(args.out, target, KINDS).requires_grad_(True)
-        text = torch.tensor([i for row in held for i in row["ids"][:row["prompt"]]][:PPL_TOKENS])
-        before, after = train_jointly(args, head, target, shards, work, text)
-        print(f"Medusa-2: the target's perplexity on {len(text)} held-out tokens is {after:.3f}, and was {before:.3f}")
-        args.out = args.joint / "medusa"
-        state = torch.load(work / "medusa2.pt", weights_only=True)
+        head, state, held, drift = train_jointly(args, target, shards, work, held)
+        notes.append(drift_line(drift))
     else:
         head = make_head(args, target, shards)
         state = train(args, head, shards, work / f"{args.kind}.pt", held)
     head.eval()
     if args.kind == "medusa":
-        choose_tree(head, shards, args)
+        notes.append(choose_tree(head, shards, args, target if args.joint else None))
     save_head(head, args.out, target)
-    if held:
-        if args.joint:
-            held = with_features(target, held)
-        head = load_head(args.out, target, KINDS)  # what is shipped, rounded to bfloat16
-        figures = evaluate(head, held, args.depths)
-        write_card(args, head, shards, state, figures, work)
-        print(agreement_lines(figures))
-        report(args, head, figures)
+    head = load_head(args.out, target, KINDS)  # what is shipped, rounded to bfloat16
+    figures = evaluate(head, held, args.depths)
+    write_card(args, head, shards, state, figures, work, notes)
+    if figures or drift:
+        report(args, head, figures, drift)
 
 
 if __name__ == "__main__":

@@ -313,7 +313,19 @@ def test_agreement_against_a_loop(target_folder, target, tmp_path):
     assert same["all"]["agreement"] == 1.0 and same["all"]["alpha"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_resumed_run_equals_an_uninterrupted_one(target_folder, shards, tmp_path, monkeypatch):
+def test_the_rates_given_now_count_when_a_run_goes_on(target_folder, shards, tmp_path):
+    train(target_folder, tmp_path / "draft", shards, "--steps", "1")
+    args = trainDraft.parse(arguments(target_folder, tmp_path / "draft", "--steps", "2", "--lr", "3e-4",
+                                      "--embedding-lr", "1e-4"))
+    student = trainDraft.make_student(args, AutoModelForCausalLM.from_pretrained(target_folder))
+    optims = trainDraft.optimisers(student, args)
+    state = trainDraft.load_checkpoint(tmp_path / "draft.work" / "checkpoint.pt", student, optims)
+    groups = [group for optim in optims for group in optim.param_groups]
+    assert state["step"] == 1 and all(len(optim.state) for optim in optims)
+    assert [(g["lr"], g["base_lr"]) for g in groups] == [(3e-4, 3e-4), (1e-4, 1e-4), (3e-4, 3e-4)]
+
+
+def test_resumed_run_equals_an_uninterrupted_one(target_folder, shards, tmp_path, monkeypatch, capsys):
     whole = train(target_folder, tmp_path / "whole", shards, "--steps", "12")
     step = trainDraft.train_step
 
@@ -323,8 +335,9 @@ def test_resumed_run_equals_an_uninterrupted_one(target_folder, shards, tmp_path
         return step(*args)
 
     monkeypatch.setattr(trainDraft, "train_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(target_folder, tmp_path / "parts", shards, "--steps", "12", "--save-seconds", "0")
+    assert trainDraft.main(arguments(target_folder, tmp_path / "parts", "--only", "train", "--teacher", str(shards),
+                                     "--steps", "12", "--save-seconds", "0")) == 130
+    assert capsys.readouterr().err.strip().endswith("stopped; the same command goes on from here")
     monkeypatch.undo()
     saved = torch.load(tmp_path / "parts.work" / "checkpoint.pt", weights_only=True)
     assert saved["step"] == 7
@@ -347,6 +360,23 @@ def test_kill_minus_nine_leaves_a_usable_checkpoint(target_folder, shards, tmp_p
     assert torch.load(path, weights_only=True)["step"] == saved["step"] + 2
 
 
+def test_shards_that_arrive_stand_where_a_later_run_finds_them(shards, tmp_path):
+    a, b = sorted(shards.glob("*.npz"))[:2]
+    (tmp_path / "b.npz").write_bytes(a.read_bytes())
+    both = trainDraft.Shards(tmp_path)
+    (tmp_path / "a.npz").write_bytes(b.read_bytes())
+    both.refresh()
+    assert [s["ids"].tolist() for s in both.loaded] == [np.load(path)["ids"].tolist() for path in (b, a)]
+    assert both.weights.tolist() == [len(np.load(path)["ids"]) for path in (b, a)]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"no shard"])
+def test_a_damaged_shard_is_named(shards, tmp_path, content):
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="a.npz is damaged"):
+        trainDraft.Shards(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------- bad input
 
 @pytest.mark.parametrize("flags, message", [
@@ -365,7 +395,7 @@ def test_kill_minus_nine_leaves_a_usable_checkpoint(target_folder, shards, tmp_p
 def test_bad_input_ends_in_one_line(target_folder, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        trainDraft.run(arguments(target_folder, tmp_path / "draft", *flags))
+        trainDraft.main(arguments(target_folder, tmp_path / "draft", *flags))
     lines = [line for line in capsys.readouterr().err.splitlines() if "Loading weights" not in line]
     assert stop.value.code == 2 and len(lines) == 1 and message in lines[0]
 
@@ -376,7 +406,7 @@ def test_a_wrong_file_of_samples_is_named_with_its_line(target_folder, tmp_path,
     for bad in ("{", "[]", json.dumps({**good, "prompt": "w1"}), json.dumps({"prompt": [3]})):
         file.write_text(json.dumps(good) + "\n" + bad + "\n")
         with pytest.raises(SystemExit) as stop:
-            trainDraft.run(arguments(target_folder, tmp_path / "draft", "--only", "score", "--samples", str(file)))
+            trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "score", "--samples", str(file)))
         error = capsys.readouterr().err.splitlines()[-1]
         assert stop.value.code == 2 and error.startswith("trainDraft.py: ") and "samples.jsonl, line 2" in error
 
@@ -393,7 +423,7 @@ def test_agreement_of_drafts_of_other_widths(target):
 def test_a_checkpoint_of_another_shape_is_refused(target_folder, shards, tmp_path, capsys):
     train(target_folder, tmp_path / "draft", shards, "--steps", "1")
     with pytest.raises(SystemExit) as stop:
-        trainDraft.run(arguments(target_folder, tmp_path / "draft", "--only", "train", "--teacher", str(shards),
+        trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "train", "--teacher", str(shards),
                                  "--steps", "2", "--hidden", "64"))
     assert stop.value.code == 2 and "another shape" in capsys.readouterr().err.splitlines()[-1]
 
