@@ -167,16 +167,16 @@ def test_cached_passes_are_the_recomputation(options):
     text = autoregressive_sampling(target, [1, 2], params).tokens
     drafter = Checked(head, nodes=20, gamma=5, branch=2, beam=2)
     drafter.naive, drafter.checked, sought = Naive(head), [], iter([True, False, True, True, False, False] * 9)
-    plain = drafter.confidences
+    plain = drafter.likeliest
 
     def helped(logits):
         """The head's two guesses, and in some levels the right one among them."""
         rows, at = plain(logits), len(drafter.text) - 2 + drafter.checked[-1]
-        if next(sought) and at < len(text):
-            rows[0][3] = text[at] if text[at] != rows[0][2] else rows[0][3]
+        if next(sought) and at < len(text) and text[at] != rows[0][0][1]:
+            rows[0][1] = (rows[0][1][0], text[at])
         return rows
 
-    drafter.confidences = helped
+    drafter.likeliest = helped
     out = tree_sampling(target, drafter, [1, 2], params)
     assert out.tokens == text
     assert max(drafter.checked) == 4 and {0, 1} <= {round.accepted for round in out.rounds[1:]}
