@@ -351,9 +351,9 @@ def widest(s: Setup, drafted) -> int:
 
 
 def head_times(s: Setup, kind: str, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
-    """Median seconds of a head over a short generation that proposes small trees, from the start of a pass to that of
-    the next one, with all that lies between: of the first pass of a round, and of a later one (the same where there is
-    one a round). Then what its pass over the prompt takes for each token of it."""
+    """Median seconds of a head over a short generation that proposes small trees: of the first pass of a round with
+    what lies between the last one and the target's next, and of a later pass with what lies before it (the same where
+    there is one a round). Then what its pass over the prompt takes for each token of it."""
     model = CachedModel(s.target)
     room = (model.context_length or 2**62) - TRIAL_TOKENS
     ids = [i % model.vocab_size for i in range(max(2, min(prefix, room)))]
@@ -361,13 +361,12 @@ def head_times(s: Setup, kind: str, prefix: int, params: SamplingParams) -> tupl
         with Watch(s, partial(clock, s.target.device)) as watch:
             drafted_sampling(model, DRAFTERS[kind](s, TRIAL_NODES), ids, replace(params, max_new_tokens=tokens, seed=0))
     slot = 1 + len(s.drafts) + list(s.heads).index(kind)
-    steps = [(b == slot, end - start) for (a, start), (b, end) in zip(watch.begun, watch.begun[1:]) if a == slot]
-    levels = [seconds for own, seconds in steps if own]
-    reading, behind_target = watch.times[slot, True][:1], watch.times[slot, True][1:]
-    later = median(levels or [seconds for _, seconds in steps[1:]]) or 0.0
-    one = median(behind_target) or later
-    more = one - median(watch.times[slot, False]) if levels else 0.0
-    return later + max(0.0, more), later, max(0.0, sum(reading) - one) / len(ids)
+    between = {own: [start - end for (a, _, end), (b, start, _) in zip(watch.log, watch.log[1:])
+                     if a == slot and (b == slot) == own] for own in (True, False)}
+    reading, firsts = watch.times[slot, True][:1], watch.times[slot, True][1:]
+    first = (median(firsts) or 0.0) + (median(between[False]) or 0.0)
+    later = median(watch.times[slot, False]) + median(between[True]) if between[True] else first
+    return first, later, max(0.0, sum(reading) - (median(firsts) or 0.0)) / len(ids)
 
 
 def speedup_of_run(s: Setup, name: str, out: Generation, watch, prompt_tokens: int) -> float | None:
@@ -411,7 +410,7 @@ class Watch:
         self.passes = [(part, i) for model, i in slots.items() for part in (model, getattr(model, "lean", None))
                        if part is not None]
         self.at_first_commit, self.latest = None, None
-        self.begun = []  # (number of the model, when) of every pass
+        self.log = []  # (number of the model, when it began, when it ended) of every pass
         # Of each model the seconds of its passes right behind one of another model (True), and of the others.
         self.times = {(i, first): [] for i in range(len(models)) for first in (True, False)}
 
@@ -430,15 +429,16 @@ class Watch:
     def __enter__(self):
         self.hooks = []
         for part, i in self.passes:
-            self.hooks.append(part.register_forward_pre_hook(lambda *_, i=i: self.begin(i)))
+            self.hooks.append(part.register_forward_pre_hook(lambda *_: self.begin()))
             self.hooks.append(part.register_forward_hook(lambda *_, i=i: self.end(i)))
         return self
 
-    def begin(self, i):
-        self.begun.append((i, self.now()))
+    def begin(self):
+        self.started = self.now()
 
     def end(self, i):
-        self.times[i, self.latest != i].append(self.now() - self.begun[-1][1])
+        self.log.append((i, self.started, self.now()))
+        self.times[i, self.latest != i].append(self.log[-1][2] - self.started)
         self.latest = i
 
     def committed(self, tokens):

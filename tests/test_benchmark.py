@@ -530,8 +530,8 @@ def test_lookup_beside_a_head_keeps_to_its_nodes():
 
 
 def test_a_heads_step_is_all_that_lies_between_its_passes(monkeypatch, folders, bench, heads):
-    """A clock that goes on by 0.25 a pass of EAGLE's head, 0.5 one of Medusa's, by 2 and 3 where they pick children, and
-    by 100 for each token of the prompt that is read."""
+    """A clock that goes on by 1.25 in the first pass of EAGLE's head in a round, 0.25 in later ones, 0.5 in Medusa's,
+    by 2 and 3 where they pick children, 7 where the tree is made, and 100 for each token of the prompt that is read."""
     args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa,eagle",
                         *map(str, heads)])
     s = bench.set_up(args, for_ppl=False)
@@ -547,13 +547,14 @@ def test_a_heads_step_is_all_that_lies_between_its_passes(monkeypatch, folders, 
         monkeypatch.setattr(of, name, wrapped)
 
     head = methods.HEADS
-    slow(head["eagle"], "forward", lambda args: 0.25 + (100 * len(args[1]) if len(args[1]) > 12 else 0))
+    slow(head["eagle"], "forward", lambda args: 0.25 + (args[10] == 1) + 100 * len(args[1]) * (len(args[1]) > 12))
     slow(head["medusa"], "forward", lambda args: 0.5)
     slow(sys.modules["eagle"].EagleDrafter, "children", lambda args: 2.0)
+    slow(sys.modules["eagle"].Growth, "of", lambda args: 7.0)
     slow(sys.modules["medusa"], "largest", lambda args: 3.0)
     params = SamplingParams(0)
     first, later, reading = methods.head_times(s, "eagle", 20, params)
-    assert (first, later, reading) == (2.25, 2.25, pytest.approx(100))
+    assert (first, later, reading) == (1.25 + 2 + 7, 2.25, pytest.approx(100))
     assert methods.head_times(s, "medusa", 20, params) == (3.5, 3.5, 0)
 
 
