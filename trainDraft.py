@@ -1029,7 +1029,7 @@ def results_of(args, **lines):
     """Where a draft's or a head's agreement goes: results.txt and results.jsonl in --results, with the run's header."""
     pair = {"target": Path(args.target).name, "draft": Path(args.evaluate or args.out).name}
     results = Results(args.results, {**run_meta(args.command, torch.device("cpu"), torch.float32), **pair,
-                                     "pair": "-".join(pair.values()), "engine": "eager"})
+                                     "pair": "+".join(pair.values()), "engine": "eager"})
     results.header(lines)
     return results
 

@@ -14,13 +14,14 @@ from heads import load_head, read_config
 from test_trainDraft import ROOT, target_folder  # noqa: F401
 
 SHIPPED = [ROOT / "models" / f"smollm2-{kind}" for kind in trainHeads.KINDS]
-SMALL = {"eagle": ["inner=48", "heads=2", "limit=512"], "medusa": ["heads=3"], "mtp": ["inner=48", "heads=2", "limit=512"]}
+LAYER = ["inner=48", "heads=2", "limit=512"]
+SMALL = {"eagle": LAYER, "medusa": ["heads=3"], "mtp": LAYER}
 
 
 def arguments(folder, work, *more):
     return ["--target", str(folder), "--work", str(work), "--results", str(work), "--threads", "1", "--no-bf16",
-            "--text", str(folder / "text.txt"), "--sample-rows", "8", "--sample-tokens", "1500", "--score-tokens", "600",
-            "--batch-rows", "8", "--context", "48", "--vocab", "40", "--top-k", "8", "--held-prompts", "3",
+            "--text", str(folder / "text.txt"), "--sample-rows", "8", "--sample-tokens", "1500", "--score-tokens",
+            "600", "--batch-rows", "8", "--context", "48", "--vocab", "40", "--top-k", "8", "--held-prompts", "3",
             "--held-prompt-tokens", "8", "--held-new", "16", "--depths", "3", *more]
 
 
@@ -102,7 +103,8 @@ def test_a_head_is_trained_and_shipped_with_its_card(target_folder, work, tmp_pa
     if kind == "medusa":
         assert len(head.config["tree"]) == 6 and len(head.config["accuracy"]) == 3
         assert "The sparse tree has 6 nodes" in card and "that was not trained on" in card
-    assert run(target_folder, work, "--evaluate", str(tmp_path / kind), "--held-out", held, "--results", str(tmp_path)) == 0
+    assert run(target_folder, work, "--evaluate", str(tmp_path / kind), "--held-out", held, "--results",
+               str(tmp_path)) == 0
     again = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()][len(rows):]
     assert [row["agreement"] for row in again] == [row["agreement"] for row in rows]
 
@@ -113,8 +115,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(target_folder, work, tm
         for steps in stops:  # the rate decays with the progress: both know of six steps
             trainHeads.DECAY, before = 1e-9, trainHeads.DECAY
             try:
-                assert trainHeads.main(arguments(target_folder, tmp_path / name, *common, "--results", str(tmp_path), "--out",
-                                                 str(tmp_path / name / "head"), "--steps", steps)) == 0
+                assert run(target_folder, tmp_path / name, *common, "--results", str(tmp_path), "--out",
+                           str(tmp_path / name / "head"), "--steps", steps) == 0
             finally:
                 trainHeads.DECAY = before
     whole, parts = state_of(tmp_path / "whole" / "head"), state_of(tmp_path / "parts" / "head")
@@ -467,7 +469,8 @@ def test_a_command_without_target_or_shards_is_not_noted(target_folder, tmp_path
     (["--only", "train", "--out", "x", "--steps", "2", "--vocab", "-1"], "--vocab"),
     (["--kind", "hydra"], "hydra"),
 ])
-def test_bad_input_is_one_line_and_status_2(target_folder, work, tmp_path, monkeypatch, capsys, flags, said):  # noqa: F811
+def test_bad_input_is_one_line_and_status_2(target_folder, work, tmp_path, monkeypatch, capsys, flags,  # noqa: F811
+                                            said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         run(target_folder, work, *flags)
