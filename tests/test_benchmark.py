@@ -627,6 +627,7 @@ def test_a_pairs_heads_are_found_by_their_names_and_those_given_go_before(bench,
         shutil.copytree(folders / "heads" / kind, tmp_path / f"mine-{kind}")
     config = tmp_path / "mine-eagle" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "limit": 99}))
+    assert list(loadModel.PAIRS["smollm2"].heads) == list(methods.HEADS)
     pair = replace(loadModel.PAIRS["smollm2"], heads={kind: f"mine-{kind}" for kind in methods.HEADS})
     target = load_model(folders / "target", torch.device("cpu"), torch.float32)
 
