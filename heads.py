@@ -102,8 +102,9 @@ def save_head(head: Head, folder: Path, target) -> None:
     config = {"kind": head.kind, "target": Path(target.config._name_or_path).name, **head.config,
               "fingerprint": fingerprint(target)}
     (folder / "config.partial").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (folder / "model.partial").replace(folder / "model.safetensors")
-    (folder / "config.partial").replace(folder / "config.json")
+    for partial, name in (("model.partial", "model.safetensors"), ("config.partial", "config.json")):
+        (folder / partial).chmod(0o644)
+        (folder / partial).replace(folder / name)
 
 
 def read_config(folder: Path) -> dict:
