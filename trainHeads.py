@@ -15,19 +15,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagle import EagleHead
 from heads import load_head, save_head
 from loadModel import load_tokenizer
-from medusa import MedusaHead, calibrate, expected_length, joint_parameters, sparse_tree
+from medusa import calibrate, expected_length, joint_parameters, sparse_tree
 from metrics import Column, as_script
-from mtp import MTPHead
+from mtp import HEADS as KINDS
 from PPL import perplexity
 from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, Tap, add_data_flags, add_training_flags,
                         check_files, data_table, greedy_rows, held_out, load, load_checkpoint, load_sources,
                         load_teacher, markdown_table, note_command, read_shard, results_of, sample_target,
                         save_checkpoint, save_features, schedule, score_texts)
 
-KINDS = {kind.kind: kind for kind in (MedusaHead, EagleHead, MTPHead)}
 DEFAULT_KIND = "eagle"
 VOCAB = 8192                                     # ids that a head can propose, unless told otherwise
 FEATURE_ROWS = 8                                 # rows of a shard that go through the target together

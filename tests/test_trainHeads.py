@@ -292,7 +292,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(target_folder
                                                                    monkeypatch, capsys):
     flags = ["--only", "train", "--teacher", str(work / "samples"), "--option", *SMALL["eagle"], "--results",
              str(tmp_path), "--out", str(tmp_path / "head"), "--save-seconds", "0"]
-    loss = trainHeads.EagleHead.loss
+    loss = trainHeads.KINDS["eagle"].loss
     count = []
 
     def broken(self, batch, **weights):
@@ -300,7 +300,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(target_folder
         total, parts = loss(self, batch, **weights)
         return (total * float("nan") if len(count) == 3 else total), parts
 
-    monkeypatch.setattr(trainHeads.EagleHead, "loss", broken)
+    monkeypatch.setattr(trainHeads.KINDS["eagle"], "loss", broken)
     with pytest.raises(SystemExit) as end:
         run(target_folder, tmp_path, *flags, "--steps", "5")
     assert end.value.code == 2 and "--lr" in capsys.readouterr().err.splitlines()[-1]
