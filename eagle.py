@@ -17,7 +17,7 @@ from torch import LongTensor, Tensor, nn
 from engine import SLICE, StaticKV, attend, causal_mask, rotate, without_python, write
 from heads import Head, HeadDrafter, law_loss
 from medusa import parents_of
-from specSampling import MeasuredSpeed, Proposal
+from specSampling import MeasuredSpeed
 from treeSampling import Tree
 from utils import largest
 
@@ -325,7 +325,8 @@ class EagleDrafter(HeadDrafter):
 
     def __init__(self, head: EagleHead, nodes: int | None = None, v: list[float] | None = None, c: float = 0.0,
                  start: float = 0.0, gamma=8, branch: int = BRANCH, beam: int = BEAM, tree: list | None = None):
-        super().__init__(head, gamma)
+        by_costs = v is not None and nodes is None and tree is None
+        super().__init__(head, gamma, MeasuredSpeed(c, v, start) if by_costs else None)
         if tree is not None:
             self.paths = {tuple(path) for path in tree}
             parents_of(sorted(self.paths, key=len))
@@ -339,7 +340,6 @@ class EagleDrafter(HeadDrafter):
         if nodes is not None and nodes < 1 or branch < 1 or beam < 1:
             raise ValueError(f"nodes, branch and beam must be at least 1, got {nodes}, {branch} and {beam}")
         self.nodes, self.branch, self.beam = nodes, min(branch, len(head.ids)), beam
-        self.measured = MeasuredSpeed(c, v, start) if nodes is None else None
         self.growth = Growth if tree is None else FixedGrowth
 
     def begin(self, target, params, generator):
@@ -349,8 +349,6 @@ class EagleDrafter(HeadDrafter):
         self.length = 0  # pairs (feature i, token i + 1) whose columns hold what the target made of them
         self.accepted = self.expected = 2.0
         self.apart = torch.full((self.beam,) * 2, float("-inf"), device=self.device).fill_diagonal_(0)
-        if self.measured:
-            self.measured.begin()
 
     @property
     def trust(self) -> float:
@@ -359,8 +357,6 @@ class EagleDrafter(HeadDrafter):
 
     def keep(self, length, round):
         super().keep(length, round)
-        if self.measured:
-            self.measured.update(round, self.level.forwards - self.before)
         if round.nodes:
             self.accepted = 0.95 * self.accepted + round.accepted
             self.expected = 0.95 * self.expected + self.promised
@@ -370,12 +366,6 @@ class EagleDrafter(HeadDrafter):
 
     def room(self, n):
         return self.head.config["limit"] - n
-
-    def propose(self, ids, limit):
-        self.before, depth = self.level.forwards, min(limit, self.gamma.propose(), self.room(ids.shape[0]))
-        if depth < 1 or not self.ready(ids) or self.measured and not self.measured.pays():
-            return self.proposal(ids[ids.shape[0] :], [])
-        return self.grow(ids, depth)
 
     def refill(self, ids: LongTensor) -> tuple[Tensor, Tensor]:
         """Feed the pairs that the target has decided since, with its true features in place of the guessed ones: the
@@ -403,8 +393,7 @@ class EagleDrafter(HeadDrafter):
         return self.head(tokens, before, f, self.kv.buffer[module], start, start + n, mask, self.head.cos[where],
                          self.head.sin[where], keep, module=module)
 
-    def grow(self, ids: LongTensor, depth: int) -> Tree | Proposal:
-        """The tree behind ids [n], at most `depth` deep; an empty chain if no node pays."""
+    def grow(self, ids, depth):
         tree, base = self.growth(self), ids.shape[0] - 1
         f, logits = self.refill(ids)
         mask = f.new_zeros(1, base)  # of the nodes to expand: all see the text

@@ -16,7 +16,8 @@ from torch import LongTensor, Tensor, nn
 
 from cachedModel import CachedModel
 from engine import Int8Linear, PackedLinear, replace_linears, side_by_side
-from specSampling import Drafter
+from specSampling import Drafter, MeasuredSpeed, Proposal
+from treeSampling import Tree
 
 ABSENT = -100.0  # log-probability of a token that has no column
 LOOKED_AT = 128  # tokens of random text, on which the 8-bit engine looks at the inputs of a head's layers
@@ -220,18 +221,34 @@ class HeadDrafter(Drafter):
     """Proposes with a head: what the three kinds share. The features of the sequence are the target's own, kept beside
     its cache; of the first round, which reads the prompt, there are none, and nothing is proposed.
 
-    head: bound to the target. gamma: how deep the tree may be.
+    A subclass implements `grow`. head: bound to the target. gamma: how deep the tree may be. measured: where costs are
+    known, what the rounds have brought; where drafting has not paid it rests, but for trials.
     """
 
-    def __init__(self, head: Head, gamma=8):
+    def __init__(self, head: Head, gamma=8, measured: MeasuredSpeed | None = None):
         super().__init__(gamma)
-        self.head, self.name = head, head.kind
+        self.head, self.name, self.measured = head, head.kind, measured
 
     def begin(self, target, params, generator):
         super().begin(target, params, generator)
         self.target = target
         target.keep_features()
+        if self.measured:
+            self.measured.begin()
 
-    def ready(self, ids: LongTensor) -> bool:
-        """Whether the target has seen all of the sequence but its last token."""
-        return self.target.length == ids.shape[0] - 1 and ids.shape[0] > 1
+    def propose(self, ids, limit):
+        self.before, n = self.level.forwards, ids.shape[0]
+        depth = min(limit, self.gamma.propose(), self.room(n))
+        ready = self.target.length == n - 1 > 0  # the target has seen all but the last token
+        if depth < 1 or not ready or self.measured and not self.measured.pays():
+            return self.proposal(ids[n:], [])
+        return self.grow(ids, depth)
+
+    def grow(self, ids: LongTensor, depth: int) -> Tree | Proposal:
+        """The tree behind ids [n], at most `depth` deep; an empty chain if there is none."""
+        raise NotImplementedError
+
+    def keep(self, length, round):
+        super().keep(length, round)
+        if self.measured:
+            self.measured.update(round, self.level.forwards - self.before)

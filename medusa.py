@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
 from heads import Head, HeadDrafter, law_loss
+from specSampling import MeasuredSpeed
 from treeSampling import Tree
 from utils import largest
 
@@ -225,13 +226,14 @@ class MedusaDrafter(HeadDrafter):
     temperature.
 
     tree: its paths. Without it, it is made of the head's accuracies for at most `nodes` nodes, or as many as pay where
-    v and c are given (see sparse_tree); without these it is the head's own. gamma: how deep it may be.
+    v and c are given (see sparse_tree; it then rests where they do not); without these it is the head's own. gamma: how
+    deep it may be.
     Raises ValueError for a tree that the head cannot fill, or if there is none.
     """
 
     def __init__(self, head: MedusaHead, tree: list[Path] | None = None, nodes: int | None = None,
                  v: list[float] | None = None, c: float = 0.0, gamma=8):
-        super().__init__(head, gamma)
+        super().__init__(head, gamma, None if v is None else MeasuredSpeed(c, v))
         tree = self.planned(tree, nodes, v, c)
         self.tree = sorted(map(tuple, tree), key=lambda path: (len(path), path))
         self.parents = parents_of(self.tree)
@@ -256,11 +258,11 @@ class MedusaDrafter(HeadDrafter):
         super().begin(target, params, generator)
         self.where = self.where.to(self.device)
 
-    def propose(self, ids, limit):
+    def room(self, n):
+        return len(self.sizes) - 1
+
+    def grow(self, ids, depth):
         n = ids.shape[0]
-        depth = min(limit, self.gamma.propose(), len(self.sizes) - 1)
-        if depth < 1 or not self.ready(ids):
-            return self.proposal(ids[n:], [])
         self.level.forwards += 1
         logits = self.head(self.target.features[n - 2 : n - 1].float(), depth)[:, 0]
         guesses = self.head.ids[largest(logits, self.top)[1]]  # [depth, top]
