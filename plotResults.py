@@ -273,11 +273,12 @@ def nodes_panels(rows: list[dict]) -> list[Panel]:
 
 
 def sparse_tree_panels(rows: list[dict]) -> list[Panel]:
-    """The newest row of `medusa` that tells its token tree: the paths, and the accuracy of each guess of each head on
-    greedy text."""
-    row = next((row for row in reversed(rows) if method_of(row) == "medusa" and tree_of(row)), None)
-    if row is None:
+    """Of the rows of `medusa` that tell their token tree (the paths, and the accuracy of each guess of each head on
+    greedy text) the one with the largest, of equal ones the newest."""
+    told = [row for row in rows if method_of(row) == "medusa" and tree_of(row)]
+    if not told:
         return []
+    row = max(reversed(told), key=lambda row: len(tree_of(row)))
     shares, measured = tree_of(row), number(row.get("tokens_per_round"))
     told = "" if measured is None else f", measured on {short_name(str(row.get('text')))}: {measured:.2f}"
     title = (f"{name_of(row)}, {len(shares)} nodes; tokens per round expected on greedy text: "
@@ -515,15 +516,15 @@ def draw_nodes(panels: list[Panel]) -> Figure:
         for line in panel.lines:
             draw_measured(ax, line, *styles[line.name], shift=0)
         ax.axhline(1, color="0.8", linewidth=0.8, zorder=0)
-        ax.set(title=short_name(panel.title), xlabel="nodes of the tree", ylim=(0, None))
+        ax.set(title=short_name(panel.title), xlabel="nodes of the tree")
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_locator(NullLocator())
+    axes[0].set(ylabel="speedup over the target alone", ylim=(0, None))
     for ax, panel in zip(axes, panels):  # the axes share their limits: only now are these settled
         name_ends(ax, [(line.y[-1], line.name, styles[line.name][0]) for line in panel.lines])
     for ax in axes[len(panels):]:
         ax.remove()
-    axes[0].set(ylabel="speedup over the target alone")
     return figure
 
 

@@ -364,6 +364,14 @@ def test_speedup_over_nodes_has_a_panel_for_each_text_and_a_line_for_each_method
     assert not nodes_panels([spec(4, 8.0), spec(8, 8.5), tree("eagle", None, 2.0)])  # chains have no tree
 
 
+def test_no_panel_over_nodes_cuts_off_its_lines():
+    """The panels share their axis: the limits of the first one must leave room for the others."""
+    panels = nodes_panels([tree("eagle", 4, 1.5), tree("eagle", 8, 1.2), tree("eagle", 4, 2.5, text="pg19"),
+                           tree("eagle", 8, 2.7, text="pg19")])
+    for ax in draw_nodes(panels).axes:
+        assert ax.get_ylim()[0] == 0 and ax.get_ylim()[1] > max(max(line.get_ydata()) for line in ax.lines)
+
+
 def test_acceptance_by_depth_of_a_tree_are_the_rounds_that_came_so_far():
     """Three trees of depth 2, of which two, one and none of the levels were accepted."""
     out = Generation(levels=[Level("eagle")])
