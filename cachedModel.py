@@ -163,11 +163,6 @@ class CachedModel:
         self._matched = True
 
     @torch.inference_mode()
-    def embed(self, ids: LongTensor) -> Tensor:
-        """The input embeddings of ids [n]: [n, d]."""
-        return self.model.get_input_embeddings()(self.readable(ids))
-
-    @torch.inference_mode()
     def project(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, d], by the model's own output matrix on its engine."""
         return self.model.get_output_embeddings()(hidden)

@@ -315,7 +315,7 @@ class EagleDrafter(HeadDrafter):
     their ancestors form a tree, as no product is greater than its parent's. Greedy, children are the likeliest tokens
     (rule "top-k"). At a temperature they are drawn from the head's law without replacement, which nearly doubles what
     is accepted. Then whether a token is verified must not depend on which one it is: the chance of a drawn child is
-    told from the law it was drawn from (see drawn), and it is verified if that is great enough, whatever stands below it.
+    told from the law it was drawn from (see drawn), and it is verified if that is great enough, whatever is below it.
 
     tree: the fixed tree of EAGLE-1, paths of ranks: (0, 1) is the second likeliest child of the likeliest one.
     nodes: how many are verified, without a tree. None: as many as pay, and levels as long as they pay, where v[n] is

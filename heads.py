@@ -28,9 +28,9 @@ class Head(nn.Module):
     """A trained head. A subclass names its kind and has, besides what its drafter needs,
 
     start(tied): the values before training; tied: whether the target's output matrix is its embedding.
-    loss(batch, **weights) -> (loss [], {part: float}). batch: dict(ids [B, L], features [B, L - 1, d] float32, of token
-    i the hidden state that the target had there, keep [B, L], whether the prediction of a token counts, top [B, L - 1, k]
-    and logp [B, L - 1, k], the target's likeliest tokens behind token i with their log-probabilities).
+    loss(batch, **weights) -> (loss [], {part: float}). batch: dict of ids [B, L]; features [B, L - 1, d] float32, the
+    hidden state that the target had at token i; keep [B, L], whether the prediction of a token counts; top and logp
+    [B, L - 1, k], the target's likeliest tokens behind token i with their log-probabilities.
     guesses(ids, features, depths) -> [depths, B, L - 1]: entry [k - 1, b, i] is the likeliest token for i + 1 + k, by
     the features up to i and the tokens up to i + 1 (and, for heads that go on from their own guesses, the true tokens
     between); -1 where there is none.

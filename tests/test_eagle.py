@@ -245,7 +245,8 @@ def test_greedy_ids_are_the_targets_own(family, engine):
     v = [1 + 0.05 * n for n in range(12)]
     for drafter in (EagleDrafter(head, nodes=6), EagleDrafter(head, nodes=16, gamma=3, beam=2), EagleDrafter(head, v=v),
                     EagleDrafter(head, tree=[(0,), (1,), (0, 0), (1, 0)]),
-                    CombinedDrafter(EagleDrafter(head, v=v), 0.1, v), CombinedDrafter(EagleDrafter(head, nodes=5), 0.1, v)):
+                    CombinedDrafter(EagleDrafter(head, v=v), 0.1, v),
+                    CombinedDrafter(EagleDrafter(head, nodes=5), 0.1, v)):
         drafted = tree_sampling(target, drafter, [1, 2, 3], params)
         assert drafted.tokens == plain.tokens
         by_head = drafted.levels[-1]  # of the combined one lookup stands before it

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import cachedModel
 import engine
 from cachedModel import CachedModel
-from conftest import tiny_model
 from engine import ancestry, tree_mask, tree_positions, use_engine
 from lively import lively
 from tabular import TableModel, table
@@ -355,10 +354,3 @@ def test_logits_that_are_more_than_a_product_are_refused():
     model.keep_features()
     with pytest.raises(ValueError, match="capped: its logits are not its output matrix times its hidden states"):
         model.forward(some_ids(9))
-
-
-@pytest.mark.parametrize("which", PROJECTING, ids="-".join)
-def test_embeddings_are_those_of_the_model(which):
-    model, ids = CachedModel(MODELS[which]), some_ids(9)
-    assert torch.equal(model.embed(ids), MODELS[which].get_input_embeddings().weight[ids])
-    assert torch.equal(model.embed(torch.tensor([99])), model.embed(torch.tensor([47])))  # an id it does not have
