@@ -113,9 +113,9 @@ def read_config(folder: Path) -> dict:
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        if not {"kind", "target", "hidden", "vocab"} <= set(config):
+        if not {"kind", "target", "hidden", "vocab"} <= set(config) or not isinstance(config["kind"], str):
             raise TypeError
-        torch.tensor(config["fingerprint"], dtype=torch.float)
+        torch.tensor([*config["fingerprint"]], dtype=torch.float)
     except FileNotFoundError:
         raise ValueError(f"no head in {folder}: trainHeads.py trains one") from None
     except (ValueError, TypeError, KeyError):

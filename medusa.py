@@ -42,6 +42,7 @@ class MedusaHead(Head):
         super().__init__(hidden, vocab, kept, heads=heads, own_output=own_output, tree=tree, accuracy=accuracy)
         if heads < 1:
             raise ValueError(f"at least one head is needed, got {heads}")
+        sum(map(sum, accuracy or ()))  # a TypeError where a damaged file has no numbers, which load_head tells
         self.heads = heads
         width = kept or vocab if own_output else hidden
         self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(heads))  # W1_k

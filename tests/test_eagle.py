@@ -1,5 +1,6 @@
 """EAGLE: training and decoding see the same, trees hold the best nodes, decoding stays the target's."""
 import itertools
+import json
 import math
 from collections import Counter
 
@@ -317,6 +318,17 @@ def test_a_saved_head_comes_back_and_another_target_is_refused(tmp_path):
         load_head(tmp_path / "nowhere", target, KINDS)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot be read"):
+        load_head(tmp_path, target, KINDS)
+
+
+@pytest.mark.parametrize("damage", [dict(kind=["eagle"]), dict(kind=None), dict(fingerprint=5), dict(fingerprint=["a"]),
+                                    dict(fingerprint=None)])
+def test_a_damaged_configuration_is_told(tmp_path, damage):
+    target = lively("llama")
+    save_head(head_of(target), tmp_path, target)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    with pytest.raises(ValueError, match="not a head's configuration"):
         load_head(tmp_path, target, KINDS)
 
 

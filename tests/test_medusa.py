@@ -187,9 +187,10 @@ def test_a_head_comes_back_from_the_disk_for_its_target_only(tmp_path, own_outpu
     with pytest.raises(ValueError, match="was trained for"):
         load_head(tmp_path, target_of(seed=1), KINDS)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "heads": 3}))
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_head(tmp_path, target, KINDS)
+    for damage in (dict(heads=3), dict(accuracy=5), dict(accuracy=[["a"]]), dict(accuracy=[[None]])):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **damage}))
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_head(tmp_path, target, KINDS)
 
 
 # ------------------------------------------------------------------------------------------------------- the trees
