@@ -41,6 +41,7 @@ class Head(nn.Module):
     """
 
     kind = ""
+    name = ""  # of its folder
 
     def __init__(self, hidden: int, vocab: int, kept: int = 0, **more):
         super().__init__()
@@ -142,6 +143,7 @@ def load_head(folder: Path, target, kinds: dict[str, type[Head]]) -> Head:
         head.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     except Exception as error:  # safetensors raises its own kinds
         raise ValueError(f"the head in {folder} cannot be read: {str(error).splitlines()[0]}") from None
+    head.name = Path(folder).resolve().name
     return head.float().eval().requires_grad_(False).bind(target)
 
 

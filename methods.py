@@ -484,7 +484,7 @@ def measured(s: Setup, label: str, ids: list[int], params: SamplingParams, promp
     )
 
 
-IDENTITY = ("label", "method", "gamma", "controller", "node_budget", "tree_rule", "engine", "lossless", "law")
+IDENTITY = ("label", "method", "gamma", "controller", "head", "node_budget", "tree_rule", "engine", "lossless", "law")
 
 
 def identity(s: Setup, label: str) -> dict:
@@ -506,6 +506,7 @@ def identity(s: Setup, label: str) -> dict:
     tree = TABLE[name].tree
     return {"label": label, "method": name, "gamma": s.multi_gammas() if name == "multi" else None if tree else setting,
             "controller": setting if name == "dynamic" else None,
+            "head": s.heads[TABLE[name].models].name if TABLE[name].models in s.heads else None,
             "node_budget": most_nodes(s.args, label) if tree else None,
             "tree_rule": tree_rule(s.args, name) if tree else None,
             "engine": engine, "lossless": lossless, "law": law}

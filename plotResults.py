@@ -251,11 +251,16 @@ def swept(name: str, rows: list[dict], x_of, cost_aware: list[dict], reached: st
     by_x = {x_of(row): row for row in rows}
     fixed = [by_x[x] for x in sorted(by_x)]
     run = (*RUN, "text")
-    stars = [(row[reached], row["speedup"]) for row in cost_aware
+    stars = [(row[reached], row[gain(row)]) for row in cost_aware
              if number(row.get(reached)) is not None and keyed(row, run) == keyed(rows[-1], run)]
-    return Line(name, sorted(by_x), [row["speedup"] for row in fixed],
-                intervals=[interval(row.get("speedup_ci")) for row in fixed],
+    return Line(name, sorted(by_x), [row[gain(row)] for row in fixed],
+                intervals=[interval(row.get(f"{gain(row)}_ci")) for row in fixed],
                 predicted=[number(row.get("predicted")) for row in fixed], star=stars[-1] if stars else None)
+
+
+def gain(row: dict) -> str:
+    """The key of the speedup that `predicted` is about: that of the time per token, where the row has it."""
+    return "decode_speedup" if number(row.get("decode_speedup")) is not None else "speedup"
 
 
 def nodes_panels(rows: list[dict]) -> list[Panel]:
@@ -415,7 +420,7 @@ def sheet(title: str, note: str, panels: list[Panel], shape: tuple, height: floa
         "left": left / WIDTH, "right": 1 - right / WIDTH, "top": 1 - top / total, "bottom": bottom / total,
         "wspace": gap / width, "hspace": between / height}).flatten()
     figure.text(0.15 / WIDTH, 1 - 0.3 / total, title, fontsize=12, fontweight="bold", color="0.1")
-    figure.text(0.15 / WIDTH, 1 - 0.5 / total, note, color="0.35")
+    figure.text(0.15 / WIDTH, 1 - 0.38 / total, note, color="0.35", va="top")
     figure.text(0.15 / WIDTH, 0.08 / total, "\n".join(foot), fontsize=6.5, color="0.45", linespacing=1.4)
     return figure, axes
 
@@ -467,11 +472,14 @@ def name_ends(ax, ends: list[tuple], size=9) -> None:
         ax.text(1.02, place, text, color=colour, fontsize=size, va="center", transform=ax.transAxes)
 
 
+MEDIAN = "the median and, of six or more values, its 95% interval"
+
+
 def draw_speedup(panels: list[Panel]) -> Figure:
     stars = any(line.star for panel in panels for line in panel.lines)
-    figure, axes = sheet("Speedup against gamma", "dots: measured, the median and its 95% interval; thin lines: "
-                         "predicted from alpha and costs" + "; stars: the cost-aware controller" * stars, panels,
-                         (1, len(panels)), 3.1, gap=1.4, right=1.4, sharey=True)
+    figure, axes = sheet("Speedup against gamma", f"dots: measured in the time per token, {MEDIAN};\n"
+                         "thin lines: predicted from alpha and costs" + "; stars: the cost-aware controller" * stars,
+                         panels, (1, len(panels)), 3.1, gap=1.4, right=1.4, sharey=True)
     ends = []
     for ax, panel in zip(axes, panels):
         n = len(panel.lines)
@@ -507,8 +515,8 @@ def lossy_note(panels: list[Panel]) -> str:
 
 def draw_nodes(panels: list[Panel]) -> Figure:
     stars = any(line.star for panel in panels for line in panel.lines)
-    figure, axes = sheet("Speedup against nodes", "dots: measured, the median and its 95% interval; thin lines: "
-                         "predicted from rounds and costs" + "; stars: as many nodes as costs advise" * stars
+    figure, axes = sheet("Speedup against nodes", f"dots: measured in the time per token, {MEDIAN};\n"
+                         "thin lines: predicted from rounds and costs" + "; stars: as many as costs advise" * stars
                          + lossy_note(panels), panels, abreast(panels, 3), 2.9, gap=1.3, right=1.3, sharey=True)
     methods = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     styles = dict(zip(methods, zip(cycle(COLOURS), cycle(MARKERS))))
@@ -555,7 +563,7 @@ def draw_tpot(panels: list[Panel]) -> Figure:
     times = {line.name: [other.y[0] for other in lines if other.name == line.name] for line in lines}
     order = sorted(times, key=lambda name: -sum(times[name]) / len(times[name]))
     laws = {line.name: f" ({line.note})" for line in lines if line.note}
-    figure, axes = sheet("Time per output token, by method", "the median and its 95% interval. grey: the target alone; "
+    figure, axes = sheet("Time per output token, by method", f"{MEDIAN}.\ngrey: the target alone; "
                          "orange: other projects' decoders; pale: another law than the target's", panels,
                          abreast(panels, 4), 0.25 * len(order) + 0.1, left=1.65, right=0.3, gap=0.3, sharey=True)
     limit = 1.18 * max(line.intervals[0][1] if line.intervals[0] else line.y[0] for line in lines)

@@ -98,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--pair", default=PAIR, help="a pair of loadModel.py, or auto")
     add("--target", help="any local folder or hub name, instead of --pair's")
     add("--draft", action="append", dest="drafts", help="the draft; repeat for stages, smallest first")
-    add("--heads", nargs="+", metavar="FOLDER", help="draft heads of the target, instead of --pair's")
+    add("--heads", nargs="+", metavar="FOLDER", help="draft heads of the target; each replaces --pair's of its kind")
     add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8, dynamic:cost, "
         "eagle:16 or tree:2x2x1")
     add("--max-len", "--maxLen", type=int, default=MAX_LEN, help="new tokens per prompt")
@@ -435,8 +435,8 @@ def how_decoded(s: Setup) -> dict:
         lines["costs"] = (f"target step {1000 * s.costs.t_target:.2f} ms, c = {s.costs.c:.3f} and "
                           f"{s.costs.start:.3f} a round, {v}")
     if s.costs is not None and s.heads:
-        costs = {kind: s.head_costs(kind) for kind in s.heads}
-        lines["heads"] = ", ".join(f"{kind}: c = {c:.3f} and {start:.3f} a round" for kind, (c, start) in costs.items())
+        costs = {head.name: s.head_costs(kind) for kind, head in s.heads.items()}
+        lines["heads"] = ", ".join(f"{name}: c = {c:.3f} and {start:.3f} a round" for name, (c, start) in costs.items())
     if a.peers:
         lines["peers"] = "hf, hf-assisted and hf-lookup run on unmodified models of their own, engine eager"
     return lines
