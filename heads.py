@@ -141,6 +141,8 @@ def load_head(folder: Path, target, kinds: dict[str, type[Head]]) -> Head:
     try:
         head = kinds[kind](**config)
         head.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+        if not all(weight.isfinite().all() for weight in head.parameters()):  # greedily, nobody would notice
+            raise ValueError("its weights are not all numbers")
     except Exception as error:  # safetensors raises its own kinds
         raise ValueError(f"the head in {folder} cannot be read: {str(error).splitlines()[0]}") from None
     head.name = Path(folder).resolve().name

@@ -316,6 +316,11 @@ def test_a_saved_head_comes_back_and_another_target_is_refused(tmp_path):
         head.bind(lively("llama", hidden=32))
     with pytest.raises(ValueError, match="trainHeads.py"):
         load_head(tmp_path / "nowhere", target, KINDS)
+    broken = EagleHead(**again.config).bind(target, again.ids)
+    broken.layer.o.weight.data[0, 0] = float("nan")
+    save_head(broken, tmp_path, target)
+    with pytest.raises(ValueError, match="not all numbers"):
+        load_head(tmp_path, target, KINDS)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot be read"):
         load_head(tmp_path, target, KINDS)
