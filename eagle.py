@@ -95,8 +95,8 @@ class EagleHead(Head):
             raise ValueError(f"heads: {heads} of an even size are needed to make up {hidden}")
         self.code = nn.Linear(hidden, min(CODE, hidden)) if copying else None
         self.build(hidden, inner, heads, hidden + min(CODE, hidden) if copying else 0)
-        frequency = ROPE_THETA ** (-torch.arange(hidden // heads // 2) / (hidden // heads // 2))
-        angles = torch.outer(torch.arange(limit).float(), frequency)[:, None]  # [limit, 1, head_dim / 2]
+        # [limit, 1, head_dim / 2]
+        angles = torch.outer(torch.arange(limit).float(), frequencies(hidden // heads))[:, None]
         self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1), persistent=False)
         self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), -1), persistent=False)
         self.bound()
@@ -203,6 +203,11 @@ class EagleHead(Head):
             self.out(self.leave(f))
 
 
+def frequencies(head_dim: int) -> Tensor:
+    """Of the rotary embedding, [head_dim / 2]."""
+    return ROPE_THETA ** (-torch.arange(head_dim // 2) / (head_dim // 2))
+
+
 def level(e: Tensor) -> Tensor:
     """Embeddings brought to a root mean square of 1."""
     return F.rms_norm(e, e.shape[-1:])
@@ -244,8 +249,7 @@ def plant(head: EagleHead, layer: DecoderLayer, tied: bool) -> None:
     e = level(head.embedding)
     head.code.weight.copy_(torch.linalg.qr(torch.randn(d, size, generator=torch.Generator().manual_seed(0)))[0].T)
     head.code.bias.copy_(-(head.code.weight @ e.mean(0)))
-    frequency = ROPE_THETA ** (-torch.arange(D // 2) / (D // 2))
-    slow = (frequency < SLOW).nonzero()[:, 0]
+    slow = (frequencies(D) < SLOW).nonzero()[:, 0]
     slow = torch.cat((slow, slow + D // 2))
     part = min(len(slow), size)
     square = (e @ head.code.weight.T).square().mean()
@@ -303,7 +307,8 @@ def coded(head: EagleHead) -> Tensor:
 BRANCH, BEAM = 4, 4  # children that a node may have, nodes of a level that are expanded
 
 # Where tokens are drawn, how likely the first child is accepted: A + B sqrt(sum of q^2), and each later one, if those
-# before it were rejected, as a part of that. Measured with the shipped head at temperature 1; see EagleDrafter.trust.
+# before it were rejected, as a part of that. From a short trial with a checkpoint of the shipped head at temperature 1,
+# which no row of the results keeps; what they are wrong by EagleDrafter.trust makes up for.
 FIRST, PEAKED, LATER = 0.15, 0.6, (1.0, 0.42, 0.25, 0.2)
 
 
@@ -313,8 +318,8 @@ class EagleDrafter(HeadDrafter):
     The head's law of a token, multiplied along a path, is close to the chance that the path is accepted. Level by level
     the BEAM nodes with the greatest products are expanded; in the end the best nodes of all are verified, which with
     their ancestors form a tree, as no product is greater than its parent's. Greedy, children are the likeliest tokens
-    (rule "top-k"). At a temperature they are drawn from the head's law without replacement, which nearly doubles what
-    is accepted. Then whether a token is verified must not depend on which one it is: the chance of a drawn child is
+    (rule "top-k"). At a temperature they are drawn from the head's law without replacement, of which more is
+    accepted. Then whether a token is verified must not depend on which one it is: the chance of a drawn child is
     told from the law it was drawn from (see drawn), and it is verified if that is great enough, whatever is below it.
 
     tree: the fixed tree of EAGLE-1, paths of ranks: (0, 1) is the second likeliest child of the likeliest one.

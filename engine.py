@@ -156,24 +156,32 @@ def pack_int8(weight: Tensor, levels: int):
         torch.backends.quantized.engine = before
 
 
+@contextlib.contextmanager
+def inputs_watched(module: nn.Module, skip: int = 0):
+    """Inside, {layer: the largest |x| of each input channel} fills up with what the linear layers of `module` are
+    given, but for the first `skip` rows of each call."""
+    seen, hooks = {}, []
+
+    def look(layer, inputs, _):
+        largest = inputs[0].flatten(0, -2)[skip:].abs().amax(dim=0)
+        seen[layer] = torch.maximum(largest, seen.get(layer, largest))
+
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            hooks.append(layer.register_forward_hook(look))
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
 @torch.inference_mode()
 def largest_inputs(model, tokens: int = 256) -> dict[nn.Module, Tensor]:
     """The largest |x| of each input channel of every linear layer, over random ids: which channels are large hardly
     depends on the text."""
-    seen, hooks = {}, []
-
-    def look(layer, inputs, _):
-        x = inputs[0].flatten(0, -2)[1:]  # the first token's are far larger than all others
-        seen[layer] = x.abs().amax(dim=0)
-
-    for layer in model.modules():
-        if type(layer) is nn.Linear:
-            hooks.append(layer.register_forward_hook(look))
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = min(tokens, model.config.max_position_embeddings)
-    model(input_ids=torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0)), use_cache=False)
-    for hook in hooks:
-        hook.remove()
+    with inputs_watched(model, skip=1) as seen:  # the first token's are far larger than all others
+        model(input_ids=torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0)), use_cache=False)
     return seen
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import LongTensor, Tensor, nn
 
 from cachedModel import CachedModel
-from engine import Int8Linear, PackedLinear, replace_linears, side_by_side
+from engine import Int8Linear, PackedLinear, inputs_watched, replace_linears, side_by_side
 from specSampling import Drafter, MeasuredSpeed, Proposal
 from treeSampling import Tree
 
@@ -201,23 +201,13 @@ def use_head_engine(head: Head, target) -> Head:
 @torch.inference_mode()
 def largest_inputs_of(head: Head, target) -> dict[nn.Module, Tensor]:
     """The largest |x| of each input channel of the head's linear layers, on the target's features of random ids."""
-    seen, hooks = {}, []
-
-    def look(layer, inputs, _):
-        largest = inputs[0].flatten(0, -2).abs().amax(dim=0)
-        seen[layer] = torch.maximum(largest, seen.get(layer, largest))  # a layer of several steps is called as often
-
-    for layer in head.modules():
-        if type(layer) is nn.Linear:
-            hooks.append(layer.register_forward_hook(look))
     model = CachedModel(target)
     model.keep_features()
     tokens = min(LOOKED_AT, model.context_length or LOOKED_AT, head.config.get("limit", LOOKED_AT))
     ids = torch.randint(head.config["vocab"], (tokens,), generator=torch.Generator().manual_seed(0))
     model.forward(ids.to(model.device))
-    head.look_at(ids, model.features.float().cpu())
-    for hook in hooks:
-        hook.remove()
+    with inputs_watched(head) as seen:
+        head.look_at(ids, model.features.float().cpu())
     return seen
 
 

@@ -592,6 +592,21 @@ def schedule(step, progress, warmup, decay):
     return min(1.0, (step + 1) / warmup) * min(1.0, max(0.0, (1 - progress) / decay))
 
 
+def update(optims, factor):
+    """One step of the optimisers, their learning rates times `factor`."""
+    for optim in optims:
+        for group in optim.param_groups:
+            group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
+        optim.step()
+        optim.zero_grad(set_to_none=True)
+
+
+def progress_of(state, args):
+    """Which part of the run is over, by steps or by minutes."""
+    return max(state["step"] / args.steps if args.steps else 0,
+               state["seconds"] / (60 * args.minutes) if args.minutes else 0)
+
+
 def train_step(student, optims, shards, args, step, progress):
     """One update; its batch depends on seed, step and the shards that are there. Returns (positions, copying, loss,
     KL, CE)."""
@@ -606,12 +621,7 @@ def train_step(student, optims, shards, args, step, progress):
     numbers = backward_through_head(hidden.float(), table, batch, args,
                                     torch.Generator().manual_seed(args.seed * 1_000_003 + step))
     torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-    factor = schedule(step, progress, WARMUP_STEPS, DECAY)
-    for optim in optims:
-        for group in optim.param_groups:
-            group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
-        optim.step()
-        optim.zero_grad(set_to_none=True)
+    update(optims, schedule(step, progress, WARMUP_STEPS, DECAY))
     return len(batch["labels"]), copying, *numbers
 
 
@@ -649,8 +659,7 @@ def train(args, student, shards, work, held=None):
     student.train()
     copy_loss, last_save, last_eval = math.nan, time.time(), time.time()
     with tqdm(total=args.steps or None, initial=state["step"], unit="step", desc="training") as bar:
-        while (progress := max(state["step"] / args.steps if args.steps else 0,
-                               state["seconds"] / (60 * args.minutes) if args.minutes else 0)) < 1:
+        while (progress := progress_of(state, args)) < 1:
             start = time.time()
             n, copying, *numbers = train_step(student, optims, shards, args, state["step"], progress)
             state["step"] += 1

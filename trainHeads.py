@@ -23,8 +23,8 @@ from mtp import HEADS as KINDS
 from PPL import perplexity
 from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, Tap, add_data_flags, add_training_flags,
                         check_files, data_table, greedy_rows, held_out, load, load_checkpoint, load_sources,
-                        load_teacher, markdown_table, note_command, read_shard, results_of, sample_target,
-                        save_checkpoint, save_features, schedule, score_texts)
+                        load_teacher, markdown_table, note_command, progress_of, read_shard, results_of,
+                        sample_target, save_checkpoint, save_features, schedule, score_texts, update)
 
 DEFAULT_KIND = "eagle"
 VOCAB = 8192                                     # ids that a head can propose, unless told otherwise
@@ -195,19 +195,8 @@ def train_step(head, optims, shards, args, step, progress, target=None):
     if not all(map(math.isfinite, [float(loss.detach()), *sizes])):
         raise ValueError(f"step {step}: the loss is {float(loss.detach()):g}, its gradient {max(sizes):g}; the last "
                          f"checkpoint is whole: try a smaller --lr than {args.lr:g}, and another --work")
-    factor = schedule(step, progress, WARMUP_STEPS, DECAY)
-    for optim in optims:
-        for group in optim.param_groups:
-            group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
-        optim.step()
-        optim.zero_grad(set_to_none=True)
+    update(optims, schedule(step, progress, WARMUP_STEPS, DECAY))
     return int(batch["keep"].sum()), float(loss.detach()), parts
-
-
-def progress_of(state, args):
-    """Which part of the run is over, by steps or by minutes."""
-    return max(state["step"] / args.steps if args.steps else 0,
-               state["seconds"] / (60 * args.minutes) if args.minutes else 0)
 
 
 def train(args, head, shards, path, held=None, target=None):

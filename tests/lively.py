@@ -61,3 +61,19 @@ def greedy_text(model, prompt, n):
 
 def random_ids(n, vocab=32, seed=0):
     return torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def counting(rows, length, seed=0, vocab=32):
+    """Texts that count upwards from anywhere: ids [rows, length]."""
+    start = torch.randint(vocab, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return (start + torch.arange(length)) % vocab
+
+
+@torch.no_grad()
+def batch_of(target, ids, top=4, vocab=32):
+    """What the loss takes, with the law of a text that `ids` [B, L] leave no doubt of: nearly one-hot."""
+    features = target.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    others = (ids[:, 1:, None] + torch.arange(1, top)) % vocab
+    logp = torch.tensor([0.97, *[0.03 / (top - 1)] * (top - 1)]).log().expand(*ids[:, 1:].shape, top)
+    return dict(ids=ids, features=features, keep=torch.ones_like(ids, dtype=torch.bool),
+                top=torch.cat((ids[:, 1:, None], others), -1), logp=logp.half())

@@ -15,7 +15,7 @@ from cachedModel import CachedModel
 from conftest import tiny_model
 from engine import use_engine
 from heads import load_head, save_head, use_head_engine
-from lively import lively, random_ids
+from lively import batch_of, counting, lively, random_ids
 from medusa import (MedusaDrafter, MedusaHead, calibrate, cartesian_tree, expected_length, joint_parameters,
                     parents_of, sparse_tree)
 from PPL import perplexity
@@ -43,22 +43,6 @@ def random_head(target, seed=0, kept=0, **options):
     for parameter in [*head.inner.parameters(), *head.last.parameters()]:
         parameter.data += torch.randn(parameter.shape, generator=generator) * HIDDEN**-0.5
     return head.eval().requires_grad_(False)
-
-
-def counting(rows, length, seed=0):
-    """Texts that count upwards from anywhere: ids [rows, length]."""
-    start = torch.randint(VOCAB, (rows, 1), generator=torch.Generator().manual_seed(seed))
-    return (start + torch.arange(length)) % VOCAB
-
-
-@torch.no_grad()
-def batch_of(target, ids, top=4):
-    """What the loss takes, with the law of a text that `ids` [B, L] leave no doubt of: nearly one-hot."""
-    features = target.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    others = (ids[:, 1:, None] + torch.arange(1, top)) % VOCAB
-    logp = torch.tensor([0.97, *[0.03 / (top - 1)] * (top - 1)]).log().expand(*ids[:, 1:].shape, top)
-    return dict(ids=ids, features=features, keep=torch.ones_like(ids, dtype=torch.bool),
-                top=torch.cat((ids[:, 1:, None], others), -1), logp=logp.half())
 
 
 def trained(head, batch, steps=60, lr=0.02):

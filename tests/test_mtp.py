@@ -12,7 +12,7 @@ import torch
 from cachedModel import CachedModel
 from engine import use_engine
 from heads import load_head, save_head, use_head_engine
-from lively import lively, random_ids
+from lively import batch_of, counting, lively, random_ids
 from mtp import MTPDrafter, MTPHead
 from regrSampling import autoregressive_sampling
 from tabular import chi_square_p
@@ -183,22 +183,6 @@ def test_cached_passes_are_the_recomputation(options):
 
 
 # --------------------------------------------------------------------------------------------------------- learning
-
-
-def counting(rows, length, seed=0):
-    """Texts that count upwards from anywhere: ids [rows, length]."""
-    start = torch.randint(VOCAB, (rows, 1), generator=torch.Generator().manual_seed(seed))
-    return (start + torch.arange(length)) % VOCAB
-
-
-@torch.no_grad()
-def batch_of(target, ids, top=4):
-    """What the loss takes, with the law of a text that `ids` [B, L] leave no doubt of: nearly one-hot."""
-    features = target.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    others = (ids[:, 1:, None] + torch.arange(1, top)) % VOCAB
-    logp = torch.tensor([0.97, *[0.03 / (top - 1)] * (top - 1)]).log().expand(*ids[:, 1:].shape, top)
-    return dict(ids=ids, features=features, keep=torch.ones_like(ids, dtype=torch.bool),
-                top=torch.cat((ids[:, 1:, None], others), -1), logp=logp.half())
 
 
 def trained(head, batch, steps=40, lr=0.01):
