@@ -2,7 +2,8 @@
 
     eager    transformers' modules as they are.
     packed   float32 on a CPU: oneDNN's weight order, packed once; projections that share an input are one product.
-    int8     on a CPU: weights and activations in 8 bits. Another law than the float32 model's: a quantised target.
+    int8     on a CPU: weights and activations in 8 bits, and between the products loops that numba compiles
+             (kernels.py). Another law than the float32 model's: a quantised target.
     graphs   on CUDA: static shapes, captured as CUDA graphs, so that launching kernels costs nothing.
 
 Two things change. The linear layers are replaced in the model itself, so that transformers' own `generate` runs
@@ -28,6 +29,11 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+try:
+    import kernels
+except ImportError:  # without numba there is no engine int8
+    kernels = None
+
 ENGINES = ("eager", "packed", "int8", "graphs")
 SLICE = 512  # tokens of a long text that go through the layers together: the mask of n tokens has n^2 numbers
 
@@ -50,7 +56,7 @@ def use_engine(model, engine: str) -> str:
     if missing:
         return f"eager ({engine} needs {missing})"
     replace_linears(model, linear_kind(model, engine))
-    model.lean = lean_forward(model, torch.float64 if engine == "int8" else model.dtype)
+    model.lean = lean_forward(model, Int8Stack if engine == "int8" else Stack)
     model.engine = engine
     if model.lean is None:
         model.engine += f" (linear layers only: the pass of {model.config.model_type} is transformers')"
@@ -69,6 +75,8 @@ def what_is_missing(model, engine: str) -> str | None:
         return "float32 on a CPU with oneDNN"
     if engine == "int8" and not (cpu and float32 and "fbgemm" in torch.backends.quantized.supported_engines):
         return "float32 weights on an x86 CPU with fbgemm"
+    if engine == "int8" and kernels is None:
+        return "numba, see requirements.txt"
     if engine == "graphs" and model.device.type != "cuda":
         return "CUDA"
     # The rounding of transformers' attention depends on the tokens beside a row; 8 bits turn that into other ids.
@@ -134,10 +142,14 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.shrink
         scale = x.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
-        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x.div_(scale), 1 / self.INPUT_LEVELS, self.INPUT_LEVELS + 1, self.packed
-        ).mul_(scale)
+        y = self.product(x.div_(scale)).mul_(scale)
         return y if self.bias is None else y.add_(self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product alone, of levelled rows: x [n, in] times `shrink`, divided by its row's largest |x|, the scale
+        by which the result [n, out] is to be multiplied before the bias is added."""
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x, 1 / self.INPUT_LEVELS, self.INPUT_LEVELS + 1, self.packed)
 
 
 def pack_int8(weight: Tensor, levels: int):
@@ -206,10 +218,13 @@ def linear_kind(model, engine: str):
 
 
 def side_by_side(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """weight [sum of outs, in] and bias of several layers that all have one, or have none."""
+    """weight [sum of outs, in] and bias of several layers; a bias that one does not have is 0, and None if none has."""
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        bias = torch.cat([layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+                          for layer in layers])
     return torch.cat([layer.weight for layer in layers]), bias
 
 
@@ -249,8 +264,7 @@ def replace_linears(model, make) -> None:
     for module in [m for m in model.modules() if type(m) is not nn.Linear]:  # which would keep all old weights
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and len(
-                    {(layer.bias is None, layer.in_features) for layer in layers}) == 1:
+            if all(type(layer) is nn.Linear for layer in layers):
                 joint, end = Joint(make(layers)), 0
                 for name, layer in zip(names, layers):
                     columns, end = slice(end, end + layer.out_features), end + layer.out_features
@@ -258,22 +272,6 @@ def replace_linears(model, make) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, make([child]))
-
-
-def joint_product(layers: list[nn.Module]) -> nn.Module:
-    """What a written-out pass calls for layers that share an input: [n, in] -> [n, the sum of their outs]."""
-    return layers[0].joint.product if isinstance(layers[0], Part) else SideBySide(layers)
-
-
-class SideBySide(nn.Module):
-    """The results of layers that could not be joined, as some have a bias and some have none."""
-
-    def __init__(self, layers: list[nn.Module]):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
 # ---------------------------------------------------------------------------------------- passes written out
@@ -312,18 +310,12 @@ class LeanForward(nn.Module):
     Called as lean(ids [n], kv, start, keep, parents) -> logits [keep, V] of the last rows (None if keep is 0) and
     hidden [n, d], what the head is given. ids are fed behind the `start` positions of kv; the last len(parents) of
     them are the nodes of a tree (see tree_mask), whose columns follow in their order.
-
-    attention: the dtype of queries, keys, values and the MLP's activation. The sums of an attention are added in an
-    order that depends on how many rows there are, so that a row fed alone may differ in its last bit; so may an
-    activation, whose exp is another one at the end of a thread's share. In 8 bits such a bit can tip a rounding, and
-    the layers behind would make other logits of it. Computed in float64 and rounded to float32 they are the same
-    float32 (but for one in 2^28), and all else in a pass is exact or computed row by row.
     """
 
     def __init__(self, stack: "Stack", limit: int):
         super().__init__()
         self.stack, self.limit = stack, limit
-        self.run = without_python(stack) if stack.cos.device.type == "cpu" else stack
+        self.run = without_python(stack) if type(stack) is Stack and stack.cos.device.type == "cpu" else stack
         self.spare = []
 
     def kv_for(self, owner) -> StaticKV:
@@ -420,10 +412,10 @@ def tree_positions(start: int, n: int, parents: tuple[int, ...], device) -> Long
 class Stack(nn.Module):
     """Embedding, blocks, norm and head of a model. All of it is also TorchScript.
 
-    blocks: LlamaBlocks or NeoXBlocks. rotary: the model's rotary embedding. attention: see LeanForward.
+    blocks: LlamaBlocks or NeoXBlocks. rotary: the model's rotary embedding.
     """
 
-    def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module, attention: torch.dtype):
+    def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__()
         self.embedding, self.head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings()
         self.blocks, self.norm = nn.ModuleList(blocks), norm
@@ -433,8 +425,8 @@ class Stack(nn.Module):
         angles = torch.outer(positions.float(), rotary.inv_freq.float())
         shape = (len(positions), *blocks[0].SPREAD, -1)
         scale = rotary.attention_scaling
-        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(attention).view(shape)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(attention).view(shape)
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(model.dtype).view(shape)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(model.dtype).view(shape)
 
     def forward(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], positions: Optional[Tensor], start: int,
                 width: int, mask: Optional[Tensor], keep: int) -> tuple[Tensor, Tensor]:
@@ -500,18 +492,18 @@ class LlamaBlock(nn.Module):
         a, m = layer.self_attn, layer.mlp
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, a.head_dim
         self.norm1, self.norm2 = rms_norm(layer.input_layernorm), rms_norm(layer.post_attention_layernorm)
-        self.qkv, self.o = joint_product([a.q_proj, a.k_proj, a.v_proj]), a.o_proj
-        self.gate_up, self.down = joint_product([m.gate_proj, m.up_proj]), m.down_proj
+        self.qkv, self.o = a.q_proj.joint.product, a.o_proj
+        self.gate_up, self.down = m.gate_proj.joint.product, m.down_proj
 
     def forward(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
                 cos: Tensor, sin: Tensor) -> Tensor:
         n = x.shape[0]
-        states = self.qkv(self.norm1(x)).view(n, -1, self.head_dim).to(cos.dtype)  # queries, keys, values
+        states = self.qkv(self.norm1(x)).view(n, -1, self.head_dim)  # queries, keys, values
         rotate(states[:, : self.heads + self.kv_heads], cos, sin)
         write(columns, states[:, self.heads :].view(n, 2, self.kv_heads, -1).permute(1, 2, 0, 3), at, start)
-        x = x + self.o(attend(states[:, : self.heads], columns, width, mask).to(x.dtype))
+        x = x + self.o(attend(states[:, : self.heads], columns, width, mask))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate.to(cos.dtype)).to(x.dtype).mul_(up))
+        return x + self.down(F.silu(gate).mul_(up))
 
 
 def rms_norm(module) -> nn.RMSNorm:
@@ -540,18 +532,18 @@ class NeoXBlock(nn.Module):
     def forward(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int, mask: Optional[Tensor],
                 cos: Tensor, sin: Tensor) -> Tensor:
         attended = x + self.attention(x, columns, at, start, width, mask, cos, sin)
-        return attended + self.mlp(x if self.parallel else attended, cos.dtype)
+        return attended + self.mlp(x if self.parallel else attended)
 
-    def mlp(self, x: Tensor, activation: torch.dtype) -> Tensor:
-        return self.down(self.act(self.up(self.norm2(x)).to(activation)).to(x.dtype))
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(self.norm2(x))))
 
     def attention(self, x: Tensor, columns: Tensor, at: Optional[Tensor], start: int, width: int,
                   mask: Optional[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         # Head by head: query, key, value.
-        states = self.qkv(self.norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim).to(cos.dtype)
+        states = self.qkv(self.norm1(x)).view(x.shape[0], self.heads, 3, self.head_dim)
         rotate(states[:, :, :2, : cos.shape[-1]], cos, sin)
         write(columns, states[:, :, 1:].permute(2, 1, 0, 3), at, start)
-        return self.dense(attend(states[:, :, 0], columns, width, mask).to(x.dtype))
+        return self.dense(attend(states[:, :, 0], columns, width, mask))
 
 
 def is_lean(model) -> bool:
@@ -562,7 +554,7 @@ def is_lean(model) -> bool:
     return fixed and (config.model_type == "gpt_neox" or config.model_type == "llama" and config.hidden_act == "silu")
 
 
-def lean_forward(model, attention: torch.dtype) -> LeanForward | None:
+def lean_forward(model, kind: type[Stack]) -> LeanForward | None:
     """The written-out pass of a model whose linear layers an engine has replaced, or None if there is none."""
     if not is_lean(model):
         return None
@@ -571,8 +563,124 @@ def lean_forward(model, attention: torch.dtype) -> LeanForward | None:
     else:
         backbone, block, norm = model.gpt_neox, NeoXBlock, model.gpt_neox.final_layer_norm
     blocks = [block(layer, model.config) for layer in backbone.layers]
-    stack = Stack(model, backbone.rotary_emb, blocks, norm, attention)
+    stack = kind(model, backbone.rotary_emb, blocks, norm)
     return LeanForward(stack.eval(), model.config.max_position_embeddings)
+
+
+# ------------------------------------------------------------------------------------ the pass of engine int8
+
+
+class Int8Stack(Stack):
+    """A Stack whose linear layers are Int8Linear. What is between the products is in kernels.py, where each row is
+    computed by itself: fed alone or with others, it has the same bits. (torch's attention adds in an order that depends
+    on how many rows there are. One other last bit can tip a rounding to 8 bits, and the layers behind would make other
+    logits of it.)"""
+
+    def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
+        super().__init__(model, rotary, blocks, norm)
+        self.layers = [(Int8Llama if isinstance(block, LlamaBlock) else Int8NeoX)(block) for block in blocks]
+        self.rooms = [Room(len(product.shrink)) for product in self.layers[0].products]  # for all layers
+        half = self.cos.shape[-1] // 2
+        self.turns = [table.flatten(1)[:, -half:].contiguous().numpy() for table in (self.cos, self.sin)]
+
+    def hidden(self, ids: Tensor, kv: Tensor, at: None, positions: Tensor | None, start: int, width: int,
+               mask: Tensor | None) -> Tensor:
+        n = ids.shape[0]
+        where = slice(start, start + n) if positions is None else positions.numpy()
+        cos, sin = (table[where] for table in self.turns)
+        among = np.zeros((1, 1), np.float32) if mask is None else np.ascontiguousarray(mask.numpy()[:, start:])
+        rooms = [room(n) for room in self.rooms]
+        x = F.embedding(ids, self.embedding)
+        rows = x.numpy()
+        for layer, columns in zip(self.layers, kv.numpy()):
+            layer(rooms, rows, cos, sin, columns, start, among)
+        return self.norm(x)
+
+
+class Room:
+    """Memory for the rows that go into a product, and their scales; for few rows it is kept for the next pass."""
+
+    FEW = 64
+
+    def __init__(self, size: int):
+        self.size, self.kept = size, {}
+
+    def __call__(self, n: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """Rows [n, size] as a tensor and as an array over the same numbers, and scales [n]."""
+        room = self.kept.get(n)
+        if room is None:
+            rows = torch.empty(n, self.size)
+            room = rows, rows.numpy(), np.empty(n, np.float32)
+            if n <= self.FEW:
+                self.kept[n] = room
+        return room
+
+
+class Int8Product:
+    """An Int8Linear behind a kernel that makes its levelled rows."""
+
+    def __init__(self, linear: Int8Linear):
+        self.product, self.shrink = linear.product, linear.shrink.numpy()
+        self.bias = (torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()).numpy()
+
+    def __call__(self, room: tuple, kernel, *inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The product of what the kernel makes of its inputs, in the room for it: the result before scaling [n, out],
+        and what scales it, [n] and a bias [out], as the next kernel takes them."""
+        rows, array, scale = room
+        kernel(*inputs, self.shrink, array, scale)
+        return self.product(rows).numpy(), scale, self.bias
+
+
+def norm_arguments(norm: nn.Module) -> tuple:
+    """weight, bias, eps and whether it is centred, as kernels.norm takes a LayerNorm or an RMSNorm."""
+    centred = isinstance(norm, nn.LayerNorm)
+    bias = norm.bias.detach() if centred else torch.zeros_like(norm.weight)
+    return norm.weight.detach().numpy(), bias.numpy(), np.float32(norm.eps), centred
+
+
+class Int8Llama:
+    """The layer of a LlamaBlock by kernels. Called with the rooms of its products, with x [n, d], the residual
+    stream, which it adds to, and with what kernels.attend is told, from the rotary tables on."""
+
+    def __init__(self, block: LlamaBlock):
+        self.products = [Int8Product(linear) for linear in (block.qkv, block.o, block.gate_up, block.down)]
+        self.norm1, self.norm2 = norm_arguments(block.norm1), norm_arguments(block.norm2)
+        size, h, kv = block.head_dim, block.heads, block.kv_heads
+        self.where = np.array([[0, size], [h * size, size], [(h + kv) * size, size]])
+
+    def __call__(self, rooms: list[tuple], x: np.ndarray, *attention) -> None:
+        qkv, o, gate_up, down = self.products
+        states = qkv(rooms[0], kernels.norm, x, *self.norm1)
+        kernels.add(x, *o(rooms[1], kernels.attend, *states, self.where, *attention))
+        inner = gate_up(rooms[2], kernels.norm, x, *self.norm2)
+        kernels.add(x, *down(rooms[3], kernels.gate, *inner))
+
+
+class Int8NeoX:
+    """NeoXBlock's layer by kernels."""
+
+    def __init__(self, block: NeoXBlock):
+        self.products = [Int8Product(linear) for linear in (block.qkv, block.dense, block.up, block.down)]
+        self.norm1, self.norm2 = norm_arguments(block.norm1), norm_arguments(block.norm2)
+        self.parallel, self.act, size = block.parallel, block.act, block.head_dim
+        self.where = np.array([[part * size, 3 * size] for part in range(3)])
+
+    def __call__(self, rooms: list[tuple], x: np.ndarray, *attention) -> None:
+        qkv, dense, up, down = self.products
+        states = qkv(rooms[0], kernels.norm, x, *self.norm1)
+        attended = dense(rooms[1], kernels.attend, *states, self.where, *attention)
+        if not self.parallel:
+            kernels.add(x, *attended)
+        inner = self.activated(*up(rooms[2], kernels.norm, x, *self.norm2))
+        if self.parallel:
+            kernels.add(x, *attended)
+        kernels.add(x, *down(rooms[3], kernels.levelled, inner))
+
+    def activated(self, y: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        """torch's activation. At the end of a thread's share it takes another exp: in float64, rounded to float32, both
+        are the same (but for one in 2^28)."""
+        y = y * scale[:, None] + bias
+        return self.act(torch.from_numpy(y).double()).float().numpy()
 
 
 # --------------------------------------------------------------------------------------------------- CUDA graphs
@@ -757,8 +865,7 @@ class TwoStreams(nn.Module):
         self.kv_heads, self.head_dim = block.kv_heads, block.head_dim
 
     def forward(self, x: Tensor, *where) -> Tensor:
-        attended, mlp = at_once(lambda: self.block.attention(x, *where), lambda: self.block.mlp(x, x.dtype),
-                                self.streams.side)
+        attended, mlp = at_once(lambda: self.block.attention(x, *where), lambda: self.block.mlp(x), self.streams.side)
         return x + attended + mlp
 
 

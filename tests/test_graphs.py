@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import engine
 from cachedModel import CachedModel
 from conftest import tiny_model
-from engine import GraphForward, lean_forward, linear_kind, replace_linears, use_engine
+from engine import GraphForward, Stack, lean_forward, linear_kind, replace_linears, use_engine
 from lively import cacheless
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, NGramDrafter, drafted_sampling, speculative_sampling,
@@ -88,7 +88,7 @@ def plain(family, options, device="cpu", dtype=torch.float32, **shape):
     """Written-out passes of exact shapes on the layers of the engine graphs."""
     model = tiny_model(family, sharpness=8, **{**SHAPE, **shape}, **options).to(device, dtype)
     replace_linears(model, linear_kind(model, "graphs"))
-    model.lean = lean_forward(model, model.dtype)
+    model.lean = lean_forward(model, Stack)
     return model
 
 
