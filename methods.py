@@ -64,6 +64,7 @@ class Setup:
     # (a step behind another model's pass, a step behind a step, a pass over a round of the stage below) of each draft,
     # then (the same two, and reading one token of the prompt) of each head
     draft_times: list = field(default_factory=list)
+    tree_times: dict = field(default_factory=dict)  # label of a method `tree` -> the first two of its draft
 
     def multi_gammas(self) -> list[int]:
         return list(self.args.gammas or [self.args.gamma] * len(self.drafts))
@@ -337,7 +338,12 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
     first, later, _ = s.draft_times[s.drafts.index(s.draft)] if s.draft is not None else (0.0, 0.0, 0.0)
     v = np.interp(range(1, high + 2), widths, times) / times[0]
     s.costs = Costs(times[0], later, v.tolist(), start=max(0.0, first - later) / times[0])
-    s.draft_times += [head_times(s, kind, prefix, params) for kind in s.heads]
+    for i, kind in enumerate(s.heads, 1 + len(s.drafts)):
+        s.draft_times.append(trial_times(s, i, lambda: DRAFTERS[kind](s, TRIAL_NODES), prefix, params))
+    for label in drafted:
+        if name_of(label) == "tree":
+            i, make = 1 + s.drafts.index(s.draft), lambda: DRAFTERS["tree"](s, setting_of(s.args, label))
+            s.tree_times[label] = trial_times(s, i, make, prefix, params)
 
 
 def widest(s: Setup, drafted) -> int:
@@ -350,17 +356,17 @@ def widest(s: Setup, drafted) -> int:
     return max(min(max(MAX_GAMMA, s.args.gamma, *s.multi_gammas(), *chains), s.args.max_len - 1), *trees, 1)
 
 
-def head_times(s: Setup, kind: str, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
-    """Median seconds of a head over a short generation that proposes small trees: of the first pass of a round with
-    what lies between the last one and the target's next, and of a later pass with what lies before it (the same where
-    there is one a round). Then what its pass over the prompt takes for each token of it."""
+def trial_times(s: Setup, slot: int, drafter, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
+    """Median seconds of the passes of a head or a draft, number `slot` of a Watch, over a short generation with
+    drafter(), which proposes small trees: of the first pass of a round with what lies between the last one and the
+    target's next, and of a later pass with what lies before it (the same where there is one a round). Then what its pass
+    over the prompt takes for each token of it."""
     model = CachedModel(s.target)
     room = (model.context_length or 2**62) - TRIAL_TOKENS
     ids = [i % model.vocab_size for i in range(max(2, min(prefix, room)))]
     for tokens in (8, TRIAL_TOKENS):  # the second time nothing is done for the first time
         with Watch(s, partial(clock, s.target.device)) as watch:
-            drafted_sampling(model, DRAFTERS[kind](s, TRIAL_NODES), ids, replace(params, max_new_tokens=tokens, seed=0))
-    slot = 1 + len(s.drafts) + list(s.heads).index(kind)
+            drafted_sampling(model, drafter(), ids, replace(params, max_new_tokens=tokens, seed=0))
     between = {own: [start - end for (a, _, end), (b, start, _) in zip(watch.log, watch.log[1:])
                      if a == slot and (b == slot) == own] for own in (True, False)}
     reading, firsts = watch.times[slot, True][:1], watch.times[slot, True][1:]
@@ -369,20 +375,20 @@ def head_times(s: Setup, kind: str, prefix: int, params: SamplingParams) -> tupl
     return first, later, max(0.0, sum(reading) - (median(firsts) or 0.0)) / len(ids)
 
 
-def speedup_of_run(s: Setup, name: str, out: Generation, watch, prompt_tokens: int) -> float | None:
+def speedup_of_run(s: Setup, label: str, out: Generation, watch, prompt_tokens: int) -> float | None:
     """What the measured costs say of a run's rounds: its tokens at the price of a target step each, over the price of
     its rounds, each the passes of the drafts and heads and one of the target over its nodes and the last token.
 
-    Without the first round, which holds the prefill; but a head reads the prompt behind it. A pass of a draft over
-    several nodes (method `tree`) is priced as a step. None where no drafter of ours proposed.
+    Without the first round, which holds the prefill; but a head reads the prompt behind it. None where no drafter of
+    ours proposed.
     """
-    rounds = out.rounds[1:]
+    name, rounds = name_of(label), out.rounds[1:]
     if s.costs is None or name not in DRAFTED or not rounds:
         return None
     target = s.costs.t_target * sum(s.costs.v[min(r.nodes, len(s.costs.v) - 1)] for r in rounds)
     drafts = 0.0
     for i, (calls, firsts) in enumerate(watch.draft_calls_later()):
-        first, later, more = s.draft_times[i]
+        first, later, more = s.tree_times[label] if name == "tree" else s.draft_times[i]
         middle, head = name == "multi" and i > 0, i >= len(s.drafts)
         drafts += calls * more if middle else firsts * first + (calls - firsts) * later
         drafts += prompt_tokens * more if head and calls else 0.0
@@ -480,7 +486,7 @@ def measured(s: Setup, label: str, ids: list[int], params: SamplingParams, promp
         out, prompt, repeat, **identity(s, label), tokens=out.tokens, finish_reason=out.finish_reason,
         peak_memory_mb=peak_memory_mb(device),
         loop_share=1 - watch.seconds / wall if wall and seen and device.type == "cpu" else None,
-        predicted=speedup_of_run(s, name_of(label), out, watch, len(ids)),
+        predicted=speedup_of_run(s, label, out, watch, len(ids)),
     )
 
 

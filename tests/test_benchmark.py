@@ -373,7 +373,8 @@ def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     """Against the formula by hand: a target step 10 ms, v = 1, 1.2, 1.4, ...; drafts of 2 and 3 ms, 4 and 7 behind
     another model's pass, 5 ms wide."""
     s = SimpleNamespace(costs=Costs(0.010, 0.003, [1 + 0.2 * n for n in range(11)]), drafts=[None, None],
-                        draft_times=[(0.004, 0.002, 0.002), (0.007, 0.003, 0.005)])
+                        draft_times=[(0.004, 0.002, 0.002), (0.007, 0.003, 0.005)],
+                        tree_times={"tree:3x1": (0.008, 0.006, 0.0)})
     out = Generation(rounds=[Round(4, 4, 5), Round(4, 1, 2), Round(2, 2, 3), Round(0, 0, 1)])
     watch = SimpleNamespace(draft_calls_later=lambda: [(0, 0), (6, 2)])
     rounds = 0.018 + 0.014 + 0.010  # of the target over 5, 3 and 1 tokens
@@ -390,6 +391,9 @@ def test_predicted_speedup_is_that_of_the_rounds_behind_the_first():
     rounds = 0.022 + 0.028  # of the target over 7 and 10 tokens
     assert methods.speedup_of_run(s, "eagle", trees, watch, 7) == pytest.approx(
         6 * 0.010 / (rounds + 3 * 0.003 + 2 * 0.007))
+    s.tree_times["tree:2x2"] = (1.0, 1.0, 0.0)
+    assert methods.speedup_of_run(s, "tree:3x1", trees, watch, 7) == pytest.approx(  # its passes are over several nodes
+        6 * 0.010 / (rounds + 3 * 0.006 + 2 * 0.008))
     assert methods.speedup_of_run(s, "spec", Generation(rounds=[Round(4, 4, 5)]), watch, 7) is None
     s.drafts = [None]  # the second is a head now, and reads the prompt behind the first round
     s.draft_times[1] = (0.007, 0.003, 0.0005)
@@ -515,8 +519,9 @@ def test_what_passes_of_heads_cost_is_measured_before_and_told_to_the_drafters(f
     assert (drafter.measured.v, drafter.measured.c, drafter.measured.start) == (s.costs.v, c, start)
     bench.prepare_costs(s, ["eagle:100"], 6)
     assert len(s.costs.v) == 101 and len(s.tree_v) == methods.MAX_NODES + 1
-    bench.prepare_costs(s, ["tree:2x2"], 6)
+    bench.prepare_costs(s, ["tree:2x2", "tree:3x1x1"], 6)
     assert len(s.costs.v) == methods.MAX_GAMMA + 1
+    assert set(s.tree_times) == {"tree:2x2", "tree:3x1x1"} and all(min(t[:2]) > 0 for t in s.tree_times.values())
 
 
 def test_lookup_beside_a_head_keeps_to_its_nodes():
