@@ -425,7 +425,7 @@ class EagleDrafter(HeadDrafter):
 
     def likeliest(self, logits: Tensor) -> list[list[tuple[float, int]]]:
         p, columns = largest(logits.softmax(dim=-1), self.branch)
-        told, k = torch.cat((p.double(), self.head.ids[columns].double()), -1).tolist(), self.branch
+        told, k = torch.cat((p, self.head.ids[columns]), -1).tolist(), self.branch  # a float32 holds any id
         return [[(p, int(x)) for p, x in zip(row[:k], row[k:])] for row in told]
 
     def drawn(self, logits: Tensor, tree: "Growth") -> list[list[tuple[float, int]]]:
