@@ -7,6 +7,7 @@ q the draft's.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 
 import torch
@@ -123,13 +124,22 @@ class Weights:
     It is what softmax yields: over 50,000 ids its sum misses 1 by up to 3e-5, having been added up with few
     accumulators, and dividing all of a row by a better sum costs more than dividing the few numbers that are needed.
 
-    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one; total: [n, 1], the last of them.
+    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one; total: [n, 1], the last of them. They are added
+    up when they are asked for.
     """
 
     def __init__(self, weights: Tensor, sums: Tensor | None = None):
         self.weights, self.shape = weights, weights.shape
-        self.sums = in_blocks(weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64) if sums is None else sums
-        self.total = self.sums[:, -1:]
+        if sums is not None:
+            self.sums = sums
+
+    @cached_property
+    def sums(self) -> Tensor:
+        return in_blocks(self.weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+
+    @property
+    def total(self) -> Tensor:
+        return self.sums[:, -1:]
 
     def __getitem__(self, rows: slice) -> "Weights":
         return Weights(self.weights[rows], self.sums[rows])
@@ -155,7 +165,7 @@ class Weights:
         return (self.weights.gather(-1, tokens[:, None]) / self.total[: tokens.shape[0]])[:, 0]
 
     def lawful(self) -> Tensor:
-        return self.total[:, 0].isfinite()
+        return self.total[:, 0] < float("inf")  # NaN is not
 
     def sample(self, generator=None) -> LongTensor:
         """[n] ids, by inversion: the first block whose cumulative weight exceeds u, and in it the first id whose
