@@ -137,7 +137,7 @@ class Weights:
     def sums(self) -> Tensor:
         return in_blocks(self.weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
 
-    @property
+    @cached_property
     def total(self) -> Tensor:
         return self.sums[:, -1:]
 
