@@ -345,6 +345,7 @@ class EagleDrafter(HeadDrafter):
         if nodes is not None and nodes < 1 or branch < 1 or beam < 1:
             raise ValueError(f"nodes, branch and beam must be at least 1, got {nodes}, {branch} and {beam}")
         self.nodes, self.branch, self.beam = nodes, min(branch, len(head.ids)), beam
+        self.ids = head.ids.tolist()  # of each column of the head's logits, on the host
         self.growth = Growth if tree is None else FixedGrowth
 
     def begin(self, target, params, generator):
@@ -425,23 +426,25 @@ class EagleDrafter(HeadDrafter):
 
     def likeliest(self, logits: Tensor) -> list[list[tuple[float, int]]]:
         p, columns = largest(logits.softmax(dim=-1), self.branch)
-        told, k = torch.cat((p.double(), self.head.ids[columns].double()), -1).tolist(), self.branch
-        return [[(p, int(x)) for p, x in zip(row[:k], row[k:])] for row in told]
+        told, k = torch.cat((p, columns), -1).tolist(), self.branch  # a float32 holds any column
+        return [[(p, self.ids[int(column)]) for p, column in zip(row[:k], row[k:])] for row in told]
 
     def drawn(self, logits: Tensor, tree: "Growth") -> list[list[tuple[float, int]]]:
-        """Drawn without replacement: as the order in which exponential clocks of the rates q go off."""
-        q = self.params.laws(logits).weights
-        clocks = torch.empty(q.shape, dtype=torch.float64, device=q.device).exponential_(generator=self.generator) / q
-        first, columns = clocks.topk(self.branch, largest=False)
-        ids = self.head.ids[columns].masked_fill(first.isinf(), -1)  # q has fewer tokens
+        """Drawn without replacement: as the order in which exponential clocks of the rates q go off, which they do at
+        the times -log(1 - u) / q."""
+        q, k = self.params.laws(logits).weights, self.branch
+        u = torch.rand(q.shape, dtype=torch.float64, device=q.device, generator=self.generator)
+        first, columns = u.neg_().log1p_().neg_().div_(q).topk(k, largest=False)
         tree.q.append(q)
         rows = []
-        for collision, *ids in torch.cat((q.square().sum(-1, keepdim=True).double(), ids.double()), -1).tolist():
-            a, left, row = min(FIRST + PEAKED * collision**0.5, 1.0), 1.0, []
+        for told in torch.cat((first, columns, q.square().sum(-1, keepdim=True)), -1).tolist():
+            # Clocks of a rate of 0 never go off: q has fewer tokens.
+            ids = [self.ids[int(column)] for time, column in zip(told, told[k:-1]) if time != math.inf]
+            a, left, row = min(FIRST + PEAKED * told[-1] ** 0.5, 1.0), 1.0, []
             for j, x in enumerate(ids):
                 chance = left * a * LATER[min(j, len(LATER) - 1)]
                 left -= chance
-                row += [(chance, int(x))] if x >= 0 else []
+                row.append((chance, x))
             rows.append(row)
         return rows
 

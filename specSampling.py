@@ -15,7 +15,7 @@ from torch import LongTensor, Tensor
 from cachedModel import CachedModel, as_cached
 from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
-from utils import Laws, OneHot, SamplingParams, check_laws, fit_width, laws_of, residual, sample
+from utils import Laws, OneHot, SamplingParams, Weights, check_laws, fit_width, laws_of, residual, sample
 
 # ----------------------------------------------------------------------------------------------- verification
 
@@ -29,23 +29,34 @@ def verify(p: Tensor | Laws, q: Tensor | Laws, tokens: LongTensor, generator=Non
     The laws may differ in width: an id that only one of them has is given probability 0 by the other. The
     inputs stay as they were. Raises ValueError when the rows do not fit or p or q holds NaN.
     """
-    p, q = laws_of(p), laws_of(q)
-    n, x = judge(p, q, tokens, generator)
-    *lawful, n, x = torch.cat((p.lawful(), q.lawful(), torch.stack((n, x)))).tolist()
-    if not all(lawful):
+    found = settle(laws_of(p), laws_of(q), tokens, generator)
+    if found is None:
         raise ValueError("the laws p or q hold NaN: no token can be drawn from them")
-    return n, x
+    new, _ = found
+    return len(new) - 1, new[-1]
 
 
-def judge(p: Laws, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tensor, Tensor]:
-    """verify without its end: n_accepted [] and next_token [] stay on the device, and mean nothing unless all of p
-    and q is lawful."""
+def settle(p: Laws, q: Laws, tokens: LongTensor, generator=None) -> tuple[list[int], LongTensor] | None:
+    """The accepted tokens and the one that follows them, on the host and on the device; None where a row of p or q is
+    no law. One synchronisation."""
     g = tokens.shape[0]
     if p.shape[0] != g + 1 or q.shape[0] != g:
         raise ValueError(f"{g} tokens need {g + 1} rows of p and {g} of q, got {p.shape[0]} and {q.shape[0]}")
-    if isinstance(p, OneHot):  # p(x) is 0 or 1: nothing is left to chance, and the residual is p
-        n = (tokens == p.ids[:g]).long().cumprod(0).sum()
-        return n, p.ids.index_select(0, n[None])[0]
+    if isinstance(p, OneHot):  # p(x) is 0 or 1: nothing is left to chance, and what is emitted is p's own
+        told = torch.cat((tokens, p.ids, p.lawful(), q.lawful())).tolist()
+        drafted, best, lawful = told[:g], told[g : 2 * g + 1], told[2 * g + 1 :]
+        n = next((i for i in range(g) if drafted[i] != best[i]), g)
+        return (best[: n + 1], p.ids[: n + 1]) if all(lawful) else None
+    n, x = judge(p, q, tokens, generator)
+    told = torch.cat((torch.stack((n, x)), tokens, p.lawful(), q.lawful())).tolist()
+    n, drafted, lawful = told[0], told[2 : g + 2], told[g + 2 :]
+    return ([*drafted[:n], told[1]], torch.cat((tokens[:n], x[None]))) if all(lawful) else None
+
+
+def judge(p: Weights, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tensor, Tensor]:
+    """How many tokens are accepted [] and the one that follows [], both on the device; they mean nothing unless all of
+    p and q is lawful."""
+    g = tokens.shape[0]
     if g == 0:
         return tokens.new_zeros(()), sample(p, generator)[0]
     width = max(p.shape[1], q.shape[1])
@@ -77,15 +88,11 @@ class Proposal:
 
     def decide(self, p: Laws, generator) -> tuple[Round, LongTensor] | None:
         """The round and its new ids [m] on the device; None where a row of p or q is no law. One synchronisation."""
-        g, q = self.tokens.shape[0], laws_of(self.q)
-        n, x = judge(p, q, self.tokens, generator)
-        # All that the host needs to know of the round.
-        told = torch.cat((torch.stack((n, x)), self.tokens, p.lawful(), q.lawful())).tolist()
-        if not all(told[g + 2 :]):
+        found = settle(p, laws_of(self.q), self.tokens, generator)
+        if found is None:
             return None
-        n = told[0]
-        round = Round(g, n, emitted=n + 1, tokens=[*told[2 : n + 2], told[1]])
-        return round, torch.cat((self.tokens[:n], x[None]))
+        tokens, new = found
+        return Round(self.tokens.shape[0], len(tokens) - 1, len(tokens), tokens=tokens), new
 
     def keep(self, model: CachedModel, n: int, round: Round) -> None:
         """Leave in the model's cache the prefix of n tokens and what was accepted."""

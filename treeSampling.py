@@ -179,9 +179,10 @@ class Walk:
         """All that the host needs to know for the first child of any node, in one synchronisation: tokens, p(x), q(x),
         and a uniform number each, in float64 (see specSampling.judge). Returns whether p and q are lawful."""
         x, n = self.tree.tokens, len(self.tree.parents)
-        above, rows = torch.tensor([self.tree.parents, self.rows], dtype=torch.long, device=x.device)
+        above = [parent + 1 for parent in self.tree.parents]  # rows of p
+        above, rows = torch.tensor([above, self.rows], dtype=torch.long, device=x.device)
         u = torch.rand(n, dtype=torch.float64, device=x.device, generator=self.generator)
-        told = torch.cat((x, self.p.of(x, above + 1), self.q.of(x, rows), u, self.p.lawful(), self.q.lawful())).tolist()
+        told = torch.cat((x, self.p.of(x, above), self.q.of(x, rows), u, self.p.lawful(), self.q.lawful())).tolist()
         self.tokens = [int(x) for x in told[:n]]
         self.p_x, self.q_x, self.u = (told[n * i : n * i + n] for i in (1, 2, 3))
         return all(told[4 * n :])
@@ -189,23 +190,26 @@ class Walk:
     def try_drawn(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:
         """Of the children `nodes`, which were drawn from q, the one that is accepted; or None, and what is left of p in
         row `at`."""
-        left = q = None
+        left = q = older = None
         for node in nodes:
             p_x, q_x = self.p_x[node], self.q_x[node]
-            if left is not None:  # an older sibling was rejected
-                q = q if self.tree.rule == "without-replacement" else row_of(self.q, self.rows[node])
+            if older is not None:  # it was rejected
+                again = self.tree.rule == "independent"  # from the whole of q
+                q = row_of(self.q, self.rows[node]) if again else self.without(q, older)
                 p_x, q_x = torch.stack((left[self.tokens[node]], q[self.tokens[node]])).tolist()
                 if math.isnan(q_x):  # q has lost all that it had: this child was drawn from nothing
                     break
             if self.u[node] * q_x < p_x:
                 return node, None
-            if left is None:
+            if older is None:
                 left, q = row_of(self.p, at), row_of(self.q, self.rows[node])
-            left = residual(left, q)
-            if self.tree.rule == "without-replacement":
-                q = q.index_fill(0, self.tree.tokens[node], 0.0)
-                q = q / q.sum(dtype=torch.float64).to(q.dtype)
+            left, older = residual(left, q), node
         return None, self.p[at : at + 1] if left is None else left
+
+    def without(self, q: Tensor, node: int) -> Tensor:
+        """norm(q without the token of `node`), [V]."""
+        q = q.index_fill(0, self.tree.tokens[node], 0.0)
+        return q / q.sum(dtype=torch.float64).to(q.dtype)
 
     def try_chosen(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:
         """The same where they were chosen: p loses what it rejects, and the host knows all that this takes."""

@@ -7,6 +7,7 @@ q the draft's.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 
 import torch
@@ -14,6 +15,7 @@ from torch import LongTensor, Tensor
 
 
 HEAD = 1024  # logits that top-p looks at before it looks at all
+FEW = 2**16  # logits that topk is as quick with as `largest`
 BLOCK = 128  # ids that a draw, or the search for the largest logit, passes over at once
 FINITE = torch.finfo(torch.float32).max
 NO_LAW = "logits hold NaN, or a row of nothing but -inf: no token can be drawn from them"
@@ -122,13 +124,22 @@ class Weights:
     It is what softmax yields: over 50,000 ids its sum misses 1 by up to 3e-5, having been added up with few
     accumulators, and dividing all of a row by a better sum costs more than dividing the few numbers that are needed.
 
-    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one; total: [n, 1], the last of them.
+    sums: [n, V / BLOCK] float64, the sums of the blocks up to each one; total: [n, 1], the last of them. They are added
+    up when they are asked for.
     """
 
     def __init__(self, weights: Tensor, sums: Tensor | None = None):
         self.weights, self.shape = weights, weights.shape
-        self.sums = in_blocks(weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64) if sums is None else sums
-        self.total = self.sums[:, -1:]
+        if sums is not None:
+            self.sums = sums
+
+    @cached_property
+    def sums(self) -> Tensor:
+        return in_blocks(self.weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+
+    @cached_property
+    def total(self) -> Tensor:
+        return self.sums[:, -1:]
 
     def __getitem__(self, rows: slice) -> "Weights":
         return Weights(self.weights[rows], self.sums[rows])
@@ -154,7 +165,7 @@ class Weights:
         return (self.weights.gather(-1, tokens[:, None]) / self.total[: tokens.shape[0]])[:, 0]
 
     def lawful(self) -> Tensor:
-        return self.total[:, 0].isfinite()
+        return self.total[:, 0] < float("inf")  # NaN is not
 
     def sample(self, generator=None) -> LongTensor:
         """[n] ids, by inversion: the first block whose cumulative weight exceeds u, and in it the first id whose
@@ -205,10 +216,7 @@ def in_blocks(rows: Tensor, fill: float) -> Tensor:
 
 def picked(blocks: Tensor, i: LongTensor) -> Tensor:
     """Block i of each row: [n, b, BLOCK], [n, 1] -> [n, BLOCK]."""
-    n, b, _ = blocks.shape
-    if n == 1:
-        return blocks[0].index_select(0, i[0])
-    return blocks.flatten(0, 1).index_select(0, i[:, 0] + torch.arange(0, n * b, b, device=i.device))
+    return blocks.gather(1, i[..., None].expand(-1, -1, BLOCK))[:, 0]
 
 
 # ------------------------------------------------------------------------------ from logits to laws, to tokens
@@ -300,11 +308,12 @@ def greedy_laws(logits: Tensor) -> OneHot:
 def largest(logits: Tensor, k: int) -> tuple[Tensor, LongTensor]:
     """The k largest logits of each row in falling order, and their ids: [n, V] -> [n, k] each. NaN comes first.
 
-    Only the k blocks of the greatest maxima are looked through: topk over all of a row takes four times as long.
+    Of many logits only the k blocks of the greatest maxima are looked through: over the rows of a large vocabulary topk
+    takes four times as long. Of few ones the many small operations that this needs would take the longer.
     """
-    blocks = in_blocks(logits, float("-inf"))
-    if blocks.shape[1] <= k:
+    if logits.numel() <= FEW or logits.shape[1] <= k * BLOCK:
         return logits.topk(k, dim=-1)
+    blocks = in_blocks(logits, float("-inf"))
     found = blocks.amax(dim=-1).topk(k, dim=-1).indices
     values, at = blocks.gather(1, found.unsqueeze(-1).expand(-1, -1, BLOCK)).flatten(1).topk(k, dim=-1)
     ids = found.gather(1, at // BLOCK).mul_(BLOCK).add_(at % BLOCK)
