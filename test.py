@@ -351,13 +351,15 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
     if "llama-cpp" in labels:
         context = min(max(lengths) + s.args.max_len, CachedModel(s.target).context_length or 2**62)
         s.llama = LlamaCpp(gguf_of(s.pair.target), torch.get_num_threads(), context)
-    prepare_costs(s, labels, round(median(lengths)))
     results = Results(s.args.out, {**meta_of(s, argv), "max_new_tokens": s.args.max_len})
     recover(s.args.out)
-    warm_up(s, labels, params, sets[0][0])
     everything, good = {label: [] for label in labels}, True
     with Journal(s.args.out) as journal:
         for prompts in sets:  # every set is measured, also behind one that failed
+            # For each anew, at its lengths: what a machine that others share can do changes within minutes.
+            prepare_costs(s, labels, round(median([len(prompt.ids) for prompt in prompts])))
+            if prompts is sets[0]:
+                warm_up(s, labels, params, prompts[0])
             runs = speed_of_set(s, results, journal, labels, params, prompts)
             good &= same_ids(s, results, runs, prompts)
             for label, records in runs.items():

@@ -228,6 +228,18 @@ def test_cost_aware_over_short_texts_is_no_slower_than_decoding_and_near_the_bes
     assert found > 1.0 and found > 0.96 * best
 
 
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("c, v", [(0.095, [1, 1.03, 1.05, 1.1, 1.14, 1.2, 1.28, 1.34, 1.41]),  # as on int8
+                                  (0.14, [1, 0.95, 0.9, 0.87, 0.83, 0.9, 1, 1.05, 1.1])])  # Pythia's shapes, packed
+def test_cost_aware_learns_alpha_within_64_tokens(alpha, c, v):
+    """Told the right costs, it is at most 5% under the best fixed gamma, whatever alpha is."""
+
+    def mean(controller):
+        return sum(played(controller, [alpha] * 64, c, v, seed) for seed in range(200)) / 200
+
+    assert mean(CostAwareGamma(c, v)) > 0.95 * max(mean(FixedGamma(gamma)) for gamma in range(1, 9))
+
+
 def test_cost_aware_in_a_run_drafts_more_for_a_better_draft():
     target, costs = lively("llama"), dict(c=0.1, v=[1.0 + 0.02 * gamma for gamma in range(9)])
     params = SamplingParams(temperature=0, max_new_tokens=80)
