@@ -357,22 +357,29 @@ def widest(s: Setup, drafted) -> int:
 
 
 def trial_times(s: Setup, slot: int, drafter, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
-    """Median seconds of the passes of a head or a draft, number `slot` of a Watch, over a short generation with
-    drafter(), which proposes small trees: of the first pass of a round with what lies between the last one and the
-    target's next, and of a later pass with what lies before it (the same where there is one a round). Then what its
-    pass over the prompt takes for each token of it."""
-    model = CachedModel(s.target)
+    """Seconds of the passes of a head or a draft, number `slot` of a Watch, over short generations with drafter(),
+    which proposes small trees: of the first pass of a round with what lies between the last one and the target's next,
+    and of a later pass with what lies before it (the same where there is one a round). Then what its pass over the
+    prompt takes for each token of it. Medians of a generation, and of two generations the lesser: a drafter that is
+    told of too high costs rests, and nothing would tell it better."""
+    model, trials = CachedModel(s.target), []
     room = (model.context_length or 2**62) - TRIAL_TOKENS
     ids = [i % model.vocab_size for i in range(max(2, min(prefix, room)))]
-    for tokens in (8, TRIAL_TOKENS):  # the second time nothing is done for the first time
+    for tokens in (8, TRIAL_TOKENS, TRIAL_TOKENS):  # the first time much is done for the first time
         with Watch(s, partial(clock, s.target.device)) as watch:
             drafted_sampling(model, drafter(), ids, replace(params, max_new_tokens=tokens, seed=0))
+        trials.append(watch)
+    return tuple(map(min, *(times_of_trial(watch, slot, len(ids)) for watch in trials[1:])))
+
+
+def times_of_trial(watch: "Watch", slot: int, prompt: int) -> tuple[float, float, float]:
+    """See trial_times."""
     between = {own: [start - end for (a, _, end), (b, start, _) in zip(watch.log, watch.log[1:])
                      if a == slot and (b == slot) == own] for own in (True, False)}
     reading, firsts = watch.times[slot, True][:1], watch.times[slot, True][1:]
     first = (median(firsts) or 0.0) + (median(between[False]) or 0.0)
     later = median(watch.times[slot, False]) + median(between[True]) if between[True] else first
-    return first, later, max(0.0, sum(reading) - (median(firsts) or 0.0)) / len(ids)
+    return first, later, max(0.0, sum(reading) - (median(firsts) or 0.0)) / prompt
 
 
 def speedup_of_run(s: Setup, label: str, out: Generation, watch, prompt_tokens: int) -> float | None:
