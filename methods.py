@@ -60,7 +60,7 @@ class Setup:
     heads: dict = field(default_factory=dict)  # kind -> its heads.Head on the engine
     engine: str = "eager"  # in use; engine_note has the reason, where it is another than asked for
     engine_note: str = ""
-    costs: Costs | None = None  # measured before any decoding, as are the seconds of the drafts' passes
+    costs: Costs | None = None  # measured beforehand, as are the seconds of the drafts' passes
     # (a step behind another model's pass, a step behind a step, a pass over a round of the stage below) of each draft,
     # then (the same two, and reading one token of the prompt) of each head
     draft_times: list = field(default_factory=list)
@@ -314,8 +314,8 @@ def needs_costs(args, label: str) -> bool:
 
 
 def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
-    """Measure, before any decoding, what passes of target, drafts and heads cost on this engine in the middle of a
-    generation: the controllers are told, and the speedup is predicted from it. A no-op if no method drafts.
+    """Measure, before a set of prompts is decoded, what passes of target, drafts and heads cost on this engine in the
+    middle of a generation: the controllers are told, and the speedup is predicted from it. A no-op if no method drafts.
 
     Widths between the measured ones are interpolated: they are for large gammas and trees, where the curve is smooth.
     """
@@ -357,22 +357,29 @@ def widest(s: Setup, drafted) -> int:
 
 
 def trial_times(s: Setup, slot: int, drafter, prefix: int, params: SamplingParams) -> tuple[float, float, float]:
-    """Median seconds of the passes of a head or a draft, number `slot` of a Watch, over a short generation with
-    drafter(), which proposes small trees: of the first pass of a round with what lies between the last one and the
-    target's next, and of a later pass with what lies before it (the same where there is one a round). Then what its pass
-    over the prompt takes for each token of it."""
-    model = CachedModel(s.target)
+    """Seconds of the passes of a head or a draft, number `slot` of a Watch, over short generations with drafter(),
+    which proposes small trees: of the first pass of a round with what lies between the last one and the target's next,
+    and of a later pass with what lies before it (the same where there is one a round). Then what its pass over the
+    prompt takes for each token of it. Medians of a generation, and of two generations the lesser: a drafter that is
+    told of too high costs rests, and nothing would tell it better."""
+    model, trials = CachedModel(s.target), []
     room = (model.context_length or 2**62) - TRIAL_TOKENS
     ids = [i % model.vocab_size for i in range(max(2, min(prefix, room)))]
-    for tokens in (8, TRIAL_TOKENS):  # the second time nothing is done for the first time
+    for tokens in (8, TRIAL_TOKENS, TRIAL_TOKENS):  # the first time much is done for the first time
         with Watch(s, partial(clock, s.target.device)) as watch:
             drafted_sampling(model, drafter(), ids, replace(params, max_new_tokens=tokens, seed=0))
+        trials.append(watch)
+    return tuple(map(min, *(times_of_trial(watch, slot, len(ids)) for watch in trials[1:])))
+
+
+def times_of_trial(watch: "Watch", slot: int, prompt: int) -> tuple[float, float, float]:
+    """See trial_times."""
     between = {own: [start - end for (a, _, end), (b, start, _) in zip(watch.log, watch.log[1:])
                      if a == slot and (b == slot) == own] for own in (True, False)}
     reading, firsts = watch.times[slot, True][:1], watch.times[slot, True][1:]
     first = (median(firsts) or 0.0) + (median(between[False]) or 0.0)
     later = median(watch.times[slot, False]) + median(between[True]) if between[True] else first
-    return first, later, max(0.0, sum(reading) - (median(firsts) or 0.0)) / len(ids)
+    return first, later, max(0.0, sum(reading) - (median(firsts) or 0.0)) / prompt
 
 
 def speedup_of_run(s: Setup, label: str, out: Generation, watch, prompt_tokens: int) -> float | None:

@@ -558,9 +558,23 @@ def test_a_heads_step_is_all_that_lies_between_its_passes(monkeypatch, folders, 
     slow(sys.modules["eagle"].Growth, "of", lambda args: 7.0)
     slow(sys.modules["medusa"], "largest", lambda args: 3.0)
     params = SamplingParams(0)
-    first, later, reading = methods.head_times(s, "eagle", 20, params)
-    assert (first, later, reading) == (1.25 + 2 + 7, 2.25, pytest.approx(100))
-    assert methods.head_times(s, "medusa", 20, params) == (3.5, 3.5, 0)
+
+    def times(kind):
+        slot = 1 + list(s.heads).index(kind)
+        return methods.trial_times(s, slot, lambda: methods.DRAFTERS[kind](s, methods.TRIAL_NODES), 20, params)
+
+    assert times("eagle") == (1.25 + 2 + 7, 2.25, pytest.approx(100))
+    assert times("medusa") == (3.5, 3.5, 0)
+
+
+def test_of_two_trials_the_quicker_one_tells_what_a_head_costs(monkeypatch, folders, bench, heads):
+    """In a bad moment of the machine its passes seem dear, and it would rest from then on."""
+    args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa", *map(str, heads)])
+    s = bench.set_up(args, for_ppl=False)
+    told = iter([(4.0, 0.5, 0.2), (3.0, 1.0, 0.1)])
+    monkeypatch.setattr(methods, "times_of_trial", lambda *_: next(told))
+    make = lambda: methods.DRAFTERS["medusa"](s, methods.TRIAL_NODES)
+    assert methods.trial_times(s, 1, make, 6, SamplingParams(0)) == (3.0, 0.5, 0.1)
 
 
 def test_trees_are_told_by_the_rule_in_use(bench):

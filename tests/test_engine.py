@@ -114,6 +114,18 @@ def test_perplexity_is_that_of_the_decoders_pass(family, engine):
     assert perplexity(model, ids, window=90, stride=90).nll_sum == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.parametrize("family", LEAN)
+def test_what_is_no_number_is_seen_behind_the_layers_of_int8(family):
+    """Rounded to 8 bits a NaN would be a number: wrong laws, and no error."""
+    model = on_engine(family, "int8")
+    model.get_input_embeddings().weight.data[5] = float("nan")
+    cached = CachedModel(model)
+    assert cached.law(torch.tensor([1, 2, 3]), SamplingParams()).isfinite().all()
+    cached.reset()
+    with pytest.raises(ValueError, match="NaN"):
+        cached.law(torch.tensor([1, 2, 5, 3]), SamplingParams())
+
+
 def test_a_row_of_int8_has_its_own_scale():
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 32, generator=generator), torch.randn(9, 32, generator=generator)
