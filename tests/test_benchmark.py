@@ -569,12 +569,13 @@ def test_a_heads_step_is_all_that_lies_between_its_passes(monkeypatch, folders, 
 
 def test_of_two_trials_the_quicker_one_tells_what_a_head_costs(monkeypatch, folders, bench, heads):
     """In a bad moment of the machine its passes seem dear, and it would rest from then on."""
-    args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa", *map(str, heads)])
+    args = bench.parse(["--target", str(folders / "target"), "--device", "cpu", "--methods", "medusa",
+                        *map(str, heads)])
     s = bench.set_up(args, for_ppl=False)
     told = iter([(4.0, 0.5, 0.2), (3.0, 1.0, 0.1)])
     monkeypatch.setattr(methods, "times_of_trial", lambda *_: next(told))
-    make = lambda: methods.DRAFTERS["medusa"](s, methods.TRIAL_NODES)
-    assert methods.trial_times(s, 1, make, 6, SamplingParams(0)) == (3.0, 0.5, 0.1)
+    times = methods.trial_times(s, 1, lambda: methods.DRAFTERS["medusa"](s, 2), 6, SamplingParams(0))
+    assert times == (3.0, 0.5, 0.1)
 
 
 def test_trees_are_told_by_the_rule_in_use(bench):
