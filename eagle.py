@@ -439,7 +439,7 @@ class EagleDrafter(HeadDrafter):
         rows = []
         for told in torch.cat((first, columns, q.square().sum(-1, keepdim=True)), -1).tolist():
             # Clocks of a rate of 0 never go off: q has fewer tokens.
-            ids = [self.ids[int(column)] for time, column in zip(told, told[k:-1]) if time != math.inf]
+            ids = [self.ids[int(column)] for time, column in zip(told, told[k:-1]) if time < math.inf]
             a, left, row = min(FIRST + PEAKED * told[-1] ** 0.5, 1.0), 1.0, []
             for j, x in enumerate(ids):
                 chance = left * a * LATER[min(j, len(LATER) - 1)]

@@ -81,7 +81,8 @@ def what_is_missing(model, engine: str) -> str | None:
         return "CUDA"
     # The rounding of transformers' attention depends on the tokens beside a row; 8 bits turn that into other ids.
     if engine in ("int8", "graphs") and not is_lean(model):
-        return f"Llama or GPT-NeoX, and this is {model.config.model_type}"
+        known = model.config.model_type in ("llama", "gpt_neox")
+        return f"Llama or GPT-NeoX, and this is {model.config.model_type}" + known * " with unusual settings or layers"
     if engine == "graphs" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
         return "the model on one GPU"
     return None
@@ -264,7 +265,7 @@ def replace_linears(model, make) -> None:
     for module in [m for m in model.modules() if type(m) is not nn.Linear]:  # which would keep all old weights
         for names in SHARED_INPUT:
             layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers):
+            if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:
                 joint, end = Joint(make(layers)), 0
                 for name, layer in zip(names, layers):
                     columns, end = slice(end, end + layer.out_features), end + layer.out_features
@@ -336,7 +337,7 @@ class LeanForward(nn.Module):
         for part in ids.split([SLICE] * full + [ids.shape[0] - SLICE * full]):
             n = part.shape[0]
             tree = parents if start + n == end else ()
-            mask = None if n == 1 else tree_mask(start, n, tree, self.stack.cos)
+            mask = None if n == 1 else tree_mask(start * self.stack.masks_all, n, tree, self.stack.cos)
             positions = tree_positions(start, n, tree, ids.device) if tree else None
             how = part, kv.buffer, None, positions, start, start + n, mask
             wanted = min(n, start + n - (end - keep))
@@ -414,6 +415,8 @@ class Stack(nn.Module):
 
     blocks: LlamaBlocks or NeoXBlocks. rotary: the model's rotary embedding.
     """
+
+    masks_all = True  # whether a mask is of all columns, or of the new rows' own alone
 
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__()
@@ -546,8 +549,17 @@ class NeoXBlock(nn.Module):
         return self.dense(attend(states[:, :, 0], columns, width, mask))
 
 
+PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+            "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # of the layers of both families
+
+
 def is_lean(model) -> bool:
-    """Whether there is a written-out pass for the model's family and settings."""
+    """Whether there is a written-out pass for the model's family, settings and layers, before and after these are
+    replaced."""
+    plain = (nn.Linear, Part, PackedLinear, Int8Linear, PlainLinear)
+    layers = [child for module in model.modules() for name, child in module.named_children() if name in PRODUCTS]
+    if not all(type(layer) in plain for layer in layers):  # wrapped ones, such as adapters
+        return False
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     fixed = rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")  # no table that grows
@@ -576,6 +588,8 @@ class Int8Stack(Stack):
     on how many rows there are. One other last bit can tip a rounding to 8 bits, and the layers behind would make other
     logits of it.)"""
 
+    masks_all = False
+
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__(model, rotary, blocks, norm)
         self.layers = [(Int8Llama if isinstance(block, LlamaBlock) else Int8NeoX)(block) for block in blocks]
@@ -588,7 +602,7 @@ class Int8Stack(Stack):
         n = ids.shape[0]
         where = slice(start, start + n) if positions is None else positions.numpy()
         cos, sin = (table[where] for table in self.turns)
-        among = np.zeros((1, 1), np.float32) if mask is None else np.ascontiguousarray(mask.numpy()[:, start:])
+        among = np.zeros((1, 1), np.float32) if mask is None else mask.numpy()
         rooms = [room(n) for room in self.rooms]
         x = F.embedding(ids, self.embedding)
         rows = x.numpy()
@@ -598,7 +612,8 @@ class Int8Stack(Stack):
 
 
 class Room:
-    """Memory for the rows that go into a product, and their scales; for few rows it is kept for the next pass."""
+    """Memory for the rows that go into a product, and their scales; for few rows it is kept for the next pass. Passes
+    of one model therefore come one after another, never from two threads at once."""
 
     FEW = 64
 

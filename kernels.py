@@ -9,7 +9,7 @@ behind would make other logits of it.
 The sums of a row may be taken in any order (fastmath's reassoc, which lets them be vectors), but it is always the same
 one: it follows from lengths, and those are the row's own.
 
-All arrays are float32 and C-contiguous. x [n, d] is the residual stream. A product in 8 bits is given rows in
+Arrays of numbers are float32 and C-contiguous. x [n, d] is the residual stream. A product in 8 bits is given rows in
 [-1, 1] and is to be multiplied by `scale` [n], the largest |x| of each row: see engine.Int8Linear.
 """
 
@@ -24,7 +24,14 @@ LOG2_E, SMALLEST = f32(1 / math.log(2)), f32(1e-30)
 # 2^r for |r| <= 1/2 is the sum of (r ln 2)^k / k!: to 1e-7, float32's own rounding.
 C1, C2, C3, C4, C5, C6 = (f32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 
-compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
+
+def compiled(function):
+    """`function`, compiled at its first call and kept on disk, where there is a folder for it that can be written."""
+    how = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
+    try:
+        return njit(cache=True, **how)(function)
+    except RuntimeError:  # numba finds no such folder
+        return njit(**how)(function)
 
 
 @intrinsic

@@ -343,7 +343,8 @@ def prepare_costs(s: Setup, labels, prompt_tokens: int) -> None:
     for label in drafted:
         if name_of(label) == "tree":
             i, make = 1 + s.drafts.index(s.draft), lambda: DRAFTERS["tree"](s, setting_of(s.args, label))
-            s.tree_times[label] = trial_times(s, i, make, prefix, params)
+            behind = min(prefix, shorter[i - 1] - TRIAL_TOKENS)
+            s.tree_times[label] = trial_times(s, i, make, behind, params)
 
 
 def widest(s: Setup, drafted) -> int:

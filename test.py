@@ -336,8 +336,7 @@ of decode x; gamma: proposed in a round, on average; loop %: share of the time o
 text PPL: the text's own, under the target."""
 TREE_NOTES = """\
 gamma of a tree: its depth, the most tokens that the round could accept; nodes: tokens of all its branches, which a
-round verifies, depth: tokens accepted in a round that proposed, both on average; predicted of method tree is too high:
-passes of the draft over several nodes are priced as steps of one token."""
+round verifies, depth: tokens accepted in a round that proposed, both on average."""
 CATEGORY_NOTES = """\
 speedup: median of the paired ratios of tokens/s to target's, in `all` over the prompts of all sets; tokens per round:
 emitted / rounds, bonus included; mean nodes: tokens that a round verifies, on average; lossy: of another law."""
@@ -347,9 +346,9 @@ def run_speed(s: Setup, argv: list[str]) -> bool:
     """The speed table of each prompt set; False when a lossless method broke greedy equality."""
     labels, params = usable_methods(s), sampling_params(s)
     sets = prompt_sets(s, labels)
-    lengths = [len(prompt.ids) for prompts in sets for prompt in prompts]
     if "llama-cpp" in labels:
-        context = min(max(lengths) + s.args.max_len, CachedModel(s.target).context_length or 2**62)
+        longest = max(len(prompt.ids) for prompts in sets for prompt in prompts)
+        context = min(longest + s.args.max_len, CachedModel(s.target).context_length or 2**62)
         s.llama = LlamaCpp(gguf_of(s.pair.target), torch.get_num_threads(), context)
     results = Results(s.args.out, {**meta_of(s, argv), "max_new_tokens": s.args.max_len})
     recover(s.args.out)

@@ -426,6 +426,10 @@ def test_costs_where_the_drafts_context_is_short(bench, folders):
     s.draft = s.drafts[0]
     bench.prepare_costs(s, ["lookup:32", "spec", "multi"], 20)
     assert len(s.costs.v) == 33 and len(s.draft_times) == 2
+    s.drafts = [tiny_model("llama", positions=methods.TRIAL_TOKENS + 20)]
+    s.draft = s.drafts[0]
+    bench.prepare_costs(s, ["tree:2x2"], methods.TRIAL_TOKENS + 30)
+    assert min(s.tree_times["tree:2x2"][:2]) > 0
     s.args.max_len = 1
     bench.prepare_costs(s, ["spec"], 1000)  # a prompt that fills the target's context
     assert len(s.costs.v) == 2

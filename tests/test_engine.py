@@ -5,7 +5,8 @@ import torch
 
 from cachedModel import CachedModel
 from conftest import tiny_model
-from engine import Int8Linear, LlamaBlock, NeoXBlock, PackedLinear, Part, StaticKV, causal_mask, use_engine
+from engine import (Int8Linear, LlamaBlock, NeoXBlock, PackedLinear, Part, StaticKV, causal_mask, replace_linears,
+                    side_by_side, use_engine)
 from PPL import perplexity
 from regrSampling import autoregressive_sampling
 from specSampling import (NGramDrafter, drafted_sampling, speculative_sampling, speculative_sampling_dynamic,
@@ -284,6 +285,7 @@ def test_a_long_text_goes_through_the_layers_in_slices(family, engine, monkeypat
             model.forward(ids[:start])
         rows = model.forward(ids, keep=keep)
         assert rows.shape[0] == keep and (rows - whole[-keep:]).abs().max() <= 2e-6 * whole.abs().max()
+        assert engine != "int8" or torch.equal(rows, whole[-keep:])
     assert max(mask.shape[0] for mask in masks) == 32
 
 
@@ -339,6 +341,56 @@ def test_few_rows_reach_the_packed_product_as_three(monkeypatch):
     for n in (1, 2, 3, 4, 9):
         assert layer(torch.ones(n, 32)).tolist() == [[32.0] * 48] * n
     assert rows == [3, 3, 3, 4, 9]
+
+
+@pytest.mark.parametrize("family", LEAN)
+def test_two_int8_caches_in_turn_grow_and_keep_their_bits(family):
+    """They share the memory for rows; each has keys and values of its own, in a buffer that moves."""
+    model = tiny_model(family, sharpness=8, **SHAPE | dict(positions=1200))
+    assert use_engine(model, "int8") == "int8"
+    texts = [some_ids(1100, seed) for seed in (1, 2)]
+    whole = [CachedModel(model).forward(ids, keep=1100) for ids in texts]
+    caches = [CachedModel(model) for _ in texts]
+    for start, end in ((0, 100), (100, 103), (103, 700), (700, 701), (701, 1100)):
+        for cached, ids, expected in zip(caches, texts, whole):
+            assert torch.equal(cached.forward(ids[:end], keep=end - start), expected[start:end])
+    assert all(cached.kv.capacity >= 1100 for cached in caches)
+
+
+@pytest.mark.parametrize("engine", ["packed", "int8"])
+def test_wrapped_layers_are_left_to_transformers(engine):
+    """As adapters wrap them."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+        def forward(self, x):
+            return self.base_layer(x)
+
+    models = [tiny_model("llama", sharpness=8, **SHAPE) for _ in range(2)]
+    models[1].model.layers[1].self_attn.v_proj = Wrapped(models[1].model.layers[1].self_attn.v_proj)
+    told = use_engine(models[1], engine)
+    assert told.startswith("packed (linear layers only" if engine == "packed" else "eager (int8 needs")
+    eager, wrapped = (CachedModel(model).forward(some_ids(30), keep=30) for model in models)
+    assert (eager - wrapped).abs().max() <= 4e-6 * eager.abs().max()
+
+
+def test_layers_of_one_name_but_other_inputs_are_not_joined():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(n, 8) for n in (8, 16, 16))
+
+    module = Attention()
+    replace_linears(module, lambda layers: PackedLinear(*side_by_side(layers)))
+    assert all(type(layer) is PackedLinear for layer in module.children())
+
+
+def test_without_numba_int8_falls_back_and_says_why(monkeypatch):
+    monkeypatch.setattr("engine.kernels", None)
+    assert use_engine(tiny_model("llama"), "int8").startswith("eager (int8 needs numba")
 
 
 def test_where_it_cannot_run_it_falls_back_and_says_why():

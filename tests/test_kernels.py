@@ -1,5 +1,10 @@
 """What engine int8 does between its products, against the same in torch, and that a row has the same bits in any
 company."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-kernels = pytest.importorskip("kernels", reason="engine int8 needs numba", exc_type=ImportError)
+import kernels
+
 
 f32 = np.float32
 sizes = st.integers(1, 70)
@@ -177,8 +183,32 @@ def test_a_row_of_zeros_is_levelled():
     assert not out.any() and 0 < scale[0] < 1e-20
 
 
-def test_without_numba_int8_falls_back_and_says_why(monkeypatch):
-    import engine
-    from conftest import tiny_model
-    monkeypatch.setattr(engine, "kernels", None)
-    assert engine.use_engine(tiny_model("llama"), "int8").startswith("eager (int8 needs numba")
+def test_nan_and_infinity_go_through_the_gate():
+    y, one = np.ones((3, 8), f32), np.ones(3, f32)
+    y[0, 1], y[1, 6], y[2, 2] = np.nan, np.nan, np.inf
+    assert np.isnan(kernels.exp(f32(np.nan)))
+    out, scale = np.empty((3, 4), f32), np.empty(3, f32)
+    kernels.gate(y, one, np.zeros(8, f32), np.ones(4, f32), out, scale)
+    assert not np.isfinite(scale).any()
+
+
+def test_a_nan_is_seen_by_those_who_look_at_it():
+    """Not by earlier tokens, nor by another branch: the nodes 0 and 1 are children of the text, 2 is one of 0."""
+    among = np.full((3, 3), -np.inf, f32)
+    among[[0, 1, 2, 2], [0, 1, 0, 2]] = 0
+    how, size = attention(0, 3, 2, 2, 16, 9, 16, False, among)
+    how[1][0] = np.nan
+    out, scale = np.empty((3, size), f32), np.empty(3, f32)
+    kernels.attend(*how, np.ones(size, f32), out, scale)
+    assert np.isnan(scale).tolist() == [True, False, True] and np.isfinite(out[1]).all()
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path):
+    """As for a project in a folder that is read-only, whose user has no folder of his own."""
+    (tmp_path / "kernels.py").write_text(Path(kernels.__file__).read_text())
+    (tmp_path / "__pycache__").write_text("no folder")
+    nowhere = dict(os.environ, HOME=str(tmp_path / "kernels.py"), XDG_CACHE_HOME=str(tmp_path / "kernels.py"))
+    nowhere.pop("NUMBA_CACHE_DIR", None)
+    code = "import kernels; print(kernels.exp(kernels.f32(0)), type(kernels.exp._cache).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=nowhere, capture_output=True, text=True)
+    assert done.stdout.split() == ["1.0", "NullCache"], done.stderr

@@ -313,6 +313,11 @@ def test_short_laws_are_norm_logits(many, temperature, top_k, top_p, dtype):
     assert torch.equal(again.dense(), laws.dense()) and type(again) is type(laws)
     a, b = (sample(law, torch.Generator().manual_seed(0)) for law in (laws, again))
     assert torch.equal(a, b) and bool((expected[range(n), a] > 0).all())
+    for read in (lambda law: law[:1], lambda law: law.to("cpu"), lambda law: law.widened(width + 3)):
+        fresh = read(SamplingParams(temperature, top_k, top_p).laws(logits.clone()))  # nothing of it was asked before
+        assert torch.equal(fresh.dense()[:, :width], laws.dense()[: fresh.shape[0]])
+        assert torch.equal(sample(fresh[:1], torch.Generator().manual_seed(0)),
+                           sample(laws[:1], torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("width", [127, 128, 129, 300, 1024])
