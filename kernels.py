@@ -25,13 +25,19 @@ LOG2_E, SMALLEST = f32(1 / math.log(2)), f32(1e-30)
 C1, C2, C3, C4, C5, C6 = (f32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 
 
-def compiled(function):
+def compiled(function, **how):
     """`function`, compiled at its first call and kept on disk, where there is a folder for it that can be written."""
-    how = dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
+    how |= dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
     try:
         return njit(cache=True, **how)(function)
     except RuntimeError:  # numba finds no such folder
         return njit(**how)(function)
+
+
+def part(function):
+    """`function`, compiled as a part of those that call it. As a function of its own it may be found compiled in two
+    ways, which add up in another order: by itself, by the process that compiles it, and with its caller, on disk."""
+    return compiled(function, inline="always")
 
 
 @intrinsic
@@ -44,7 +50,7 @@ def as_float(context, bits):
     return types.float32(types.int32), generate
 
 
-@compiled
+@part
 def exp(x):
     """e^x, without a call, so that a loop over it is one over vectors; 0 and infinity are e^-87 and e^88 here."""
     y = min(max(x * LOG2_E, f32(-126)), f32(127))
@@ -54,7 +60,7 @@ def exp(x):
     return ((((((C6 * r + C5) * r + C4) * r + C3) * r + C2) * r + C1) * r + f32(1)) * power
 
 
-@compiled
+@part
 def level(row, shrink, scale, i):
     """Make `row` ready for a product in 8 bits: row * shrink / scale[i], where scale[i] becomes its largest |x|. It
     becomes NaN where the row holds anything infinite or NaN, which 8 bits would hide."""
@@ -115,7 +121,7 @@ def gate(y, scale, bias, shrink, out, out_scale):
         level(out[i], shrink, out_scale, i)
 
 
-@compiled
+@part
 def turn(head, cos, sin, i):
     """Rotate the first numbers of a head's vector by position i of the tables [n, size / 2], halves as pairs."""
     half = cos.shape[1]
@@ -164,7 +170,7 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, 
         level(out[i], shrink, out_scale, i)
 
 
-@compiled
+@part
 def look(query, keys, values, seen, score, out):
     """out [size]: softmax(query . keys / sqrt(size)) . values over the columns `seen`. score: room for as many."""
     size, count = len(query), len(seen)

@@ -212,3 +212,23 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path):
     code = "import kernels; print(kernels.exp(kernels.f32(0)), type(kernels.exp._cache).__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=nowhere, capture_output=True, text=True)
     assert done.stdout.split() == ["1.0", "NullCache"], done.stderr
+
+
+TWICE = """
+import numpy as np
+from test_kernels import attention, kernels
+how, size = attention(0, 3, 2, 2, 16, 150, 16, False)
+out, scale = np.empty((3, size), np.float32), np.empty(3, np.float32)
+kernels.attend(*how, np.ones(size, np.float32), out, scale)
+print(out.tobytes().hex(), sum(kernels.attend.stats.cache_hits.values()))
+"""
+
+
+def test_what_was_kept_on_disk_gives_the_bits_of_what_was_compiled(tmp_path):
+    """Else the first run on a machine would write other texts than those behind it."""
+    tests = Path(__file__).parent
+    path = os.pathsep.join((str(tests), str(tests.parent)))
+    where = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path), PYTHONPATH=path)
+    first, again = (subprocess.run([sys.executable, "-c", TWICE], env=where, capture_output=True, text=True, check=True
+                                   ).stdout.split() for _ in range(2))
+    assert first[0] == again[0] and (first[1], again[1]) == ("0", "1")
