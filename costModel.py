@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from cachedModel import CachedModel, as_cached
 from engine import ENGINES, use_engine
-from loadModel import PYTHIA, load_model, pick_device, pick_dtype, pick_engine, pythia_shape, resolve_pair
+from loadModel import (DRAFT_VOCAB, PYTHIA, load_draft, load_model, pick_device, pick_dtype, pick_engine, pythia_shape,
+                       resolve_pair)
 from metrics import (Column, Results, as_script, clock, fail, median, median_interval, run_meta, run_record,
                      summarise)
 from regrSampling import autoregressive_sampling
@@ -343,6 +344,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--pair", default="auto", help="a pair of loadModel.py, or auto")
     add("--target", help="any local folder or hub name, instead of --pair's; with --shapes a size")
     add("--draft", help="the draft, likewise")
+    add("--draft-vocab", type=int, default=DRAFT_VOCAB,
+        help="most frequent tokens, which alone a draft proposes whose folder lists them; 0: all")
     add("--shapes", choices=("pythia",), help="random weights in the shapes of --target and --draft: "
         f"{', '.join(PYTHIA)}; if not given, 70m for 2.8b on CUDA and for 410m on a CPU")
     add("--device", default="auto", help="auto, cuda or cpu")
@@ -374,7 +377,7 @@ def numbers(text: str) -> list[float]:
 
 def check_flags(args) -> None:
     """Raises ValueError that names the flag to change; leaves of --gammas those whose cost will be known."""
-    least = {"threads": 0, "max_width": 2, "prefix": 1, "repeats": 1, "max_len": 2, "runs": 1}
+    least = {"draft_vocab": 0, "threads": 0, "max_width": 2, "prefix": 1, "repeats": 1, "max_len": 2, "runs": 1}
     for key, low in least.items():
         if getattr(args, key) < low:
             raise ValueError(f"--{key.replace('_', '-')} must be at least {low}, got {getattr(args, key)}")
@@ -411,7 +414,8 @@ def load_pair(args) -> tuple[CachedModel, CachedModel, dict]:
         found = resolve_pair(args.pair, args.target, [args.draft] if args.draft else None)
         if found.draft is None:
             raise ValueError("costs are those of a pair: add --draft")
-        pair, models = found.name, [load_model(name, device, dtype) for name in (found.target, found.draft)]
+        pair, models = found.name, [load_model(found.target, device, dtype),
+                                    load_draft(found.draft, device, dtype, args.draft_vocab)]
     wanted = pick_engine(args.engine, device, dtype)
     used = [use_engine(model, wanted) for model in models]
     target, draft = map(CachedModel, models)
@@ -420,7 +424,7 @@ def load_pair(args) -> tuple[CachedModel, CachedModel, dict]:
         raise ValueError(f"--prefix, --max-width and --max-len do not fit the context of {room + args.prefix} tokens")
     notes = "; ".join(f"{m.name}: {engine}" for m, engine in zip((target, draft), used) if engine != wanted)
     return target, draft, {"pair": pair, "target": target.name, "draft": draft.name, "engine": used[0].split()[0],
-                           "engine_note": notes}
+                           "engine_note": notes, "draft_vocab": getattr(draft.model, "proposes", None)}
 
 
 def write_costs(results: Results, costs: Costs, args) -> None:

@@ -129,7 +129,6 @@ class Int8Linear(nn.Module):
     """
 
     INPUT_LEVELS, WEIGHT_LEVELS, SMOOTHING = 127, 63, 0.6
-    __constants__ = ("INPUT_LEVELS",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, largest: Tensor):
         super().__init__()
@@ -138,7 +137,7 @@ class Int8Linear(nn.Module):
         a = self.SMOOTHING
         smooth = largest.clamp(min=1e-5) ** a / weight.abs().amax(dim=0).clamp(min=1e-5) ** (1 - a)
         self.shrink = 1 / smooth
-        self.packed = pack_int8(weight * smooth, self.WEIGHT_LEVELS)
+        self.product = Int8Weight(weight * smooth, self.WEIGHT_LEVELS, self.INPUT_LEVELS)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.shrink
@@ -146,11 +145,20 @@ class Int8Linear(nn.Module):
         y = self.product(x.div_(scale)).mul_(scale)
         return y if self.bias is None else y.add_(self.bias)
 
-    def product(self, x: Tensor) -> Tensor:
-        """The product alone, of levelled rows: x [n, in] times `shrink`, divided by its row's largest |x|, the scale
-        by which the result [n, out] is to be multiplied before the bias is added."""
+
+class Int8Weight(nn.Module):
+    """The product alone, of levelled rows: x [n, in] times an Int8Linear's `shrink`, divided by its row's largest |x|,
+    by which the result [n, out] is to be multiplied before the bias is added."""
+
+    __constants__ = ("levels",)
+
+    def __init__(self, weight: Tensor, weight_levels: int, levels: int):
+        super().__init__()
+        self.packed, self.levels = pack_int8(weight, weight_levels), levels
+
+    def forward(self, x: Tensor) -> Tensor:
         return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x, 1 / self.INPUT_LEVELS, self.INPUT_LEVELS + 1, self.packed)
+            x, 1 / self.levels, self.levels + 1, self.packed)
 
 
 def pack_int8(weight: Tensor, levels: int):
@@ -592,6 +600,7 @@ class Int8Stack(Stack):
 
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__(model, rotary, blocks, norm)
+        self.head = without_python(self.head)
         self.layers = [(Int8Llama if isinstance(block, LlamaBlock) else Int8NeoX)(block) for block in blocks]
         self.rooms = [Room(len(product.shrink)) for product in self.layers[0].products]  # for all layers
         half = self.cos.shape[-1] // 2
@@ -635,7 +644,7 @@ class Int8Product:
     """An Int8Linear behind a kernel that makes its levelled rows."""
 
     def __init__(self, linear: Int8Linear):
-        self.product, self.shrink = linear.product, linear.shrink.numpy()
+        self.product, self.shrink = without_python(linear.product), linear.shrink.numpy()
         self.bias = (torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()).numpy()
 
     def __call__(self, room: tuple, kernel, *inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

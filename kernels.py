@@ -154,7 +154,9 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, 
             turn(y[i, key : key + size], cos, sin, i)
             columns[0, h, start + i] = y[i, key : key + size]
             columns[1, h, start + i] = y[i, value : value + size]
-    seen, score = np.empty(start + n, np.int32), np.empty(start + n, np.float32)
+    group = heads // kv_heads  # queries that share a key
+    seen, score = np.empty(start + n, np.int32), np.empty((3, start + n), np.float32)
+    query = np.empty((heads, size), np.float32)
     for t in range(start):
         seen[t] = t
     for i in range(n):
@@ -164,9 +166,17 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, 
                 seen[count] = start + j
                 count += 1
         for h in range(heads):
-            at, to = where[0, 0] + h * where[0, 1], h * size
-            keys, values = columns[0, h // (heads // kv_heads)], columns[1, h // (heads // kv_heads)]
-            look(y[i, at : at + size], keys, values, seen[:count], score, out[i, to : to + size])
+            at = where[0, 0] + h * where[0, 1]
+            query[h] = y[i, at : at + size]
+        attended = out[i].reshape(heads, size)
+        for k in range(kv_heads):
+            keys, values, h, end = columns[0, k], columns[1, k], k * group, (k + 1) * group
+            while h + 3 <= end:
+                look_of_three(query[h : h + 3], keys, values, seen[:count], score, attended[h : h + 3])
+                h += 3
+            while h < end:
+                look(query[h], keys, values, seen[:count], score[0], attended[h])
+                h += 1
         level(out[i], shrink, out_scale, i)
 
 
@@ -175,7 +185,6 @@ def look(query, keys, values, seen, score, out):
     """out [size]: softmax(query . keys / sqrt(size)) . values over the columns `seen`. score: room for as many."""
     size, count = len(query), len(seen)
     by_four = count // 4 * 4  # four columns at once: what they share is loaded once
-    largest = f32(-np.inf)
     for t in range(0, by_four, 4):
         a, b, c, d = keys[seen[t]], keys[seen[t + 1]], keys[seen[t + 2]], keys[seen[t + 3]]
         qa = qb = qc = qd = f32(0)
@@ -190,12 +199,7 @@ def look(query, keys, values, seen, score, out):
         for j in range(size):
             qa += query[j] * a[j]
         score[t] = qa
-    for t in range(count):
-        largest = max(largest, score[t])
-    total, by_size = f32(0), f32(1) / np.sqrt(f32(size))
-    for t in range(count):
-        score[t] = exp((score[t] - largest) * by_size)
-        total += score[t]
+    total = soften(score, count, size)
     out[:] = 0
     for t in range(0, by_four, 4):
         a, b, c, d = values[seen[t]], values[seen[t + 1]], values[seen[t + 2]], values[seen[t + 3]]
@@ -208,3 +212,74 @@ def look(query, keys, values, seen, score, out):
             out[j] += wa * a[j]
     for j in range(size):
         out[j] /= total
+
+
+@part
+def soften(score, count, size):
+    """score[:count] = exp(score / sqrt(size)), but for a factor; returns their sum."""
+    largest, total, by_size = f32(-np.inf), f32(0), f32(1) / np.sqrt(f32(size))
+    for t in range(count):
+        largest = max(largest, score[t])
+    for t in range(count):
+        score[t] = exp((score[t] - largest) * by_size)
+        total += score[t]
+    return total
+
+
+@part
+def look_of_three(query, keys, values, seen, score, out):
+    """`look` for three queries [3, size] with the same keys and values, which are loaded once for all of them: a
+    quarter to a third less time. out [3, size]; score: [3, ...], room for as many as there are columns."""
+    size, count = query.shape[1], len(seen)
+    by_four = count // 4 * 4
+    p, q, r = query[0], query[1], query[2]
+    for t in range(0, by_four, 4):
+        a, b, c, d = keys[seen[t]], keys[seen[t + 1]], keys[seen[t + 2]], keys[seen[t + 3]]
+        pa = pb = pc = pd = qa = qb = qc = qd = ra = rb = rc = rd = f32(0)
+        for j in range(size):
+            pa += p[j] * a[j]
+            qa += q[j] * a[j]
+            ra += r[j] * a[j]
+            pb += p[j] * b[j]
+            qb += q[j] * b[j]
+            rb += r[j] * b[j]
+            pc += p[j] * c[j]
+            qc += q[j] * c[j]
+            rc += r[j] * c[j]
+            pd += p[j] * d[j]
+            qd += q[j] * d[j]
+            rd += r[j] * d[j]
+        score[0, t], score[0, t + 1], score[0, t + 2], score[0, t + 3] = pa, pb, pc, pd
+        score[1, t], score[1, t + 1], score[1, t + 2], score[1, t + 3] = qa, qb, qc, qd
+        score[2, t], score[2, t + 1], score[2, t + 2], score[2, t + 3] = ra, rb, rc, rd
+    for t in range(by_four, count):
+        a = keys[seen[t]]
+        pa = qa = ra = f32(0)
+        for j in range(size):
+            pa += p[j] * a[j]
+            qa += q[j] * a[j]
+            ra += r[j] * a[j]
+        score[0, t], score[1, t], score[2, t] = pa, qa, ra
+    p, q, r = score[0], score[1], score[2]
+    tp, tq, tr = soften(p, count, size), soften(q, count, size), soften(r, count, size)
+    op, oq, o_r = out[0], out[1], out[2]
+    out[:] = 0
+    for t in range(0, by_four, 4):
+        a, b, c, d = values[seen[t]], values[seen[t + 1]], values[seen[t + 2]], values[seen[t + 3]]
+        pa, pb, pc, pd = p[t], p[t + 1], p[t + 2], p[t + 3]
+        qa, qb, qc, qd = q[t], q[t + 1], q[t + 2], q[t + 3]
+        ra, rb, rc, rd = r[t], r[t + 1], r[t + 2], r[t + 3]
+        for j in range(size):
+            op[j] += pa * a[j] + pb * b[j] + (pc * c[j] + pd * d[j])
+            oq[j] += qa * a[j] + qb * b[j] + (qc * c[j] + qd * d[j])
+            o_r[j] += ra * a[j] + rb * b[j] + (rc * c[j] + rd * d[j])
+    for t in range(by_four, count):
+        a, pa, qa, ra = values[seen[t]], p[t], q[t], r[t]
+        for j in range(size):
+            op[j] += pa * a[j]
+            oq[j] += qa * a[j]
+            o_r[j] += ra * a[j]
+    for j in range(size):
+        op[j] /= tp
+        oq[j] /= tq
+        o_r[j] /= tr

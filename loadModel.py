@@ -14,6 +14,8 @@ from pathlib import Path
 
 MODELS = Path(__file__).resolve().parent / "models"
 HEADS = ("medusa", "eagle", "mtp")  # kinds of draft heads, which trainHeads.py trains
+FREQUENT_FILE = "frequent.npy"  # in a draft's folder: int32 ids, the most frequent first, as trainDraft.py counted them
+DRAFT_VOCAB = 8192  # of them are proposed
 MANIFEST = "manifest.json"  # written last by downloadModel.py: where a model comes from, and its files' sizes
 
 
@@ -233,6 +235,35 @@ def load_model(name, device, dtype):
     if report["missing_keys"]:  # transformers would go on with random numbers in their place
         raise ValueError(f"the model {name} has no weights for {sorted(report['missing_keys'])[0]}")
     return model.eval().requires_grad_(False)
+
+
+def load_draft(name, device, dtype, vocab=DRAFT_VOCAB):
+    """load_model of a draft that proposes only its `vocab` most frequent tokens (see specSampling.CutHead), where its
+    folder lists them and has more; 0: all. model.proposes is how many they are.
+
+    ValueError as load_model; or the list is damaged, or shorter.
+    """
+    import numpy as np
+    import torch
+    from specSampling import cut_vocabulary
+    model, path = load_model(name, device, dtype), model_path(name) / FREQUENT_FILE
+    model.proposes = width = model.get_output_embeddings().weight.shape[0]
+    if not vocab or not path.is_file() or vocab >= width:
+        return model
+    try:
+        ids = np.load(path, allow_pickle=False)
+        whole = ids.ndim == 1 and ids.dtype.kind == "i" and len(np.unique(ids)) == len(ids) > 0
+        whole = whole and 0 <= ids.min() and ids.max() < width
+    except (ValueError, EOFError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged: trainDraft.py --only vocab writes it anew")
+    if len(ids) < vocab:
+        raise ValueError(f"the draft {name} lists its {len(ids)} most frequent tokens: --draft-vocab takes no more, "
+                         "or 0")
+    cut_vocabulary(model, torch.from_numpy(ids[:vocab].astype(np.int64)))
+    model.proposes = vocab
+    return model
 
 
 def n_parameters(folder):

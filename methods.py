@@ -418,9 +418,10 @@ class Watch:
         self.now = now
         models = [s.target, *s.drafts, *s.heads.values()]
         slots = dict(zip(models, range(len(models))))
-        if s.stock_target is not s.target:
+        if s.stock_target is not None:
             slots[s.stock_target] = 0
-            slots |= {s.stock_draft: slots[s.draft]} if s.draft is not None else {}
+        if s.stock_draft is not None:
+            slots[s.stock_draft] = slots[s.draft]
         self.passes = [(part, i) for model, i in slots.items() for part in (model, getattr(model, "lean", None))
                        if part is not None]
         self.at_first_commit, self.latest = None, None

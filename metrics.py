@@ -278,9 +278,11 @@ def git_commit() -> str | None:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return f"cpu ({found[1].strip() if found else platform.machine()}, {os.cpu_count()} cores)"
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"model name\s*:\s*(.+)", info)
+    vectors = torch.backends.cpu.get_cpu_capability()  # what 8 bits gain hangs on them
+    vectors += " with VNNI" if re.search(r"\bavx(512)?_vnni\b", info) else ""
+    return f"cpu ({found[1].strip() if found else platform.machine()}, {os.cpu_count()} cores, {vectors})"
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ class Results:
         """The head of a run: who measured what, on which machine, with which command. lines: what else to say."""
         meta = self.meta
         draft = f" <- {meta['draft']}" if meta.get("draft") else ""
+        draft += f" (proposes {meta['draft_vocab']:,} tokens)" if meta.get("draft_vocab") else ""
         note = f" ({meta['engine_note']})" if meta.get("engine_note") else ""
         self.say(f"\n== {meta['date']}  commit {meta['commit']}")
         shown = {

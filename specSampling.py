@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import LongTensor, Tensor
+import torch.nn.functional as F
+from torch import LongTensor, Tensor, nn
 
 from cachedModel import CachedModel, as_cached
 from metrics import Generation, Level, Round
@@ -206,6 +207,35 @@ class Drafter:
         if not q:
             return Proposal(tokens, OneHot(tokens, self.width))
         return Proposal(tokens, torch.cat(q) if isinstance(q[0], Tensor) else q[0].joined(q))
+
+
+class CutHead(nn.Module):
+    """A draft's output matrix cut to the tokens `ids` (FR-Spec, Zhao et al. 2025, arXiv:2502.14856): in a small draft
+    it is most of what a step reads, and in a large vocabulary most tokens are rare. The others get -inf, so q is 0
+    there: they are never proposed, which costs acceptance and no exactness.
+
+    weight: [V, d], the whole matrix; bias: [V] or None. Takes [..., d] to logits [..., V].
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ids: LongTensor):
+        super().__init__()
+        self.out_features = weight.shape[0]
+        self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+        column = torch.full((self.out_features,), len(ids), device=weight.device)  # behind the last one: of no token
+        column[ids] = torch.arange(len(ids), device=weight.device)
+        self.register_buffer("column", column)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.pad(self.linear(hidden), (0, 1), value=float("-inf")).index_select(-1, self.column)
+
+
+def cut_vocabulary(model, ids: LongTensor) -> None:
+    """Let `model`, a causal LM as it was loaded, propose no other tokens than `ids`, in place."""
+    head = model.get_output_embeddings()
+    model.set_output_embeddings(CutHead(head.weight, head.bias, ids.to(head.weight.device)))
 
 
 class ModelDrafter(Drafter):

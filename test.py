@@ -36,8 +36,8 @@ from cachedModel import CachedModel
 from downloadData import TEXTS, available_texts, prompt_set, short_name, text_of
 from engine import ENGINES, use_engine
 from heads import load_head, use_head_engine
-from loadModel import (check_pair, head_path, load_model, load_tokenizer, pick_device, pick_dtype, pick_engine,
-                       resolve_pair)
+from loadModel import (DRAFT_VOCAB, check_pair, head_path, load_draft, load_model, load_tokenizer, pick_device,
+                       pick_dtype, pick_engine, resolve_pair)
 from methods import (ACCEPTANCES, CONTROLLERS, DRAFTERS, IDENTITY, TABLE, Setup, any_trees, check_label, decoded,
                      equal_budget, measured, name_of, needs_costs, plan_of, prepare_costs, setting_of)
 from metrics import Column, Generation, Results, append, as_script, fail, median, run_meta, summarise
@@ -98,6 +98,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--pair", default=PAIR, help="a pair of loadModel.py, or auto")
     add("--target", help="any local folder or hub name, instead of --pair's")
     add("--draft", action="append", dest="drafts", help="the draft; repeat for stages, smallest first")
+    add("--draft-vocab", type=int, default=DRAFT_VOCAB,
+        help="most frequent tokens, which alone a draft proposes whose folder lists them; 0: all")
     add("--heads", nargs="+", metavar="FOLDER", help="draft heads of the target; each replaces --pair's of its kind")
     add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8, dynamic:cost, "
         "eagle:16 or tree:2x2x1")
@@ -169,8 +171,8 @@ def check_flags(args) -> None:
     """Raises ValueError that names the flag to change."""
     for label in args.methods:
         check_label(args, label)
-    least = {"gamma": 1, "nodes": 1, "max_len": 1, "n_prompts": 1, "prompt_tokens": 1, "repeats": 1, "threads": 0,
-             "ppl_tokens": 2, "window": 2, "stride": 1, "tv_positions": 0, "tv_draws": 1}
+    least = {"draft_vocab": 0, "gamma": 1, "nodes": 1, "max_len": 1, "n_prompts": 1, "prompt_tokens": 1, "repeats": 1,
+             "threads": 0, "ppl_tokens": 2, "window": 2, "stride": 1, "tv_positions": 0, "tv_draws": 1}
     for key, low in least.items():
         value = getattr(args, key)
         if value is not None and value < low:
@@ -198,7 +200,8 @@ def set_up(args, for_ppl: bool) -> Setup:
     for draft in pair.drafts:
         check_pair(tokenizer, load_tokenizer(draft))
     s = Setup(args, pair, tokenizer, load_model(pair.target, device, dtype))
-    s.drafts = [load_model(draft, device, dtype) for draft in pair.drafts]
+    vocab = 0 if for_ppl else args.draft_vocab
+    s.drafts = [load_draft(draft, device, dtype, vocab) for draft in pair.drafts]
     if pair.draft is not None:
         s.draft = s.drafts[pair.drafts.index(pair.draft)]
     s.stock_target, s.stock_draft = s.target, s.draft
@@ -206,8 +209,8 @@ def set_up(args, for_ppl: bool) -> Setup:
     choose_engine(s, device, dtype)
     for head in s.heads.values():
         use_head_engine(head, s.target)
-    if args.peers and not for_ppl and s.engine != "eager":
-        s.stock_target = load_model(pair.target, device, dtype)
+    if args.peers and not for_ppl:  # transformers' methods on whole models, as they are loaded
+        s.stock_target = s.target if s.engine == "eager" else load_model(pair.target, device, dtype)
         s.stock_draft = load_model(pair.draft, device, dtype) if pair.draft is not None else None
     return s
 
@@ -298,6 +301,7 @@ def meta_of(s: Setup, argv: list[str]) -> dict:
         "draft": Path(s.pair.draft).name if s.pair.draft else None,
         "engine": s.engine,
         "engine_note": s.engine_note,
+        "draft_vocab": s.draft.proposes if s.draft is not None else None,
         "temperature": a.temperature,
         "top_k": a.top_k,
         "top_p": a.top_p,

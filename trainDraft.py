@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from cachedModel import cache_argument, empty_cache
 from downloadData import read_prompts, read_text
 from heads import distillation_loss
-from loadModel import load_model, load_tokenizer
+from loadModel import FREQUENT_FILE, load_model, load_tokenizer
 from metrics import Column, Results, as_script, run_meta
 from utils import fit_width, norm_logits, sample
 
@@ -42,6 +42,7 @@ COPY_SHARE = 0.05                                # batches of repeated segments,
 COPY_WARMUP = 0.05                               # part of the run in which every other batch is such a one
 LR, EMBEDDING_LR, WARMUP_STEPS, DECAY = 2e-3, 5e-4, 100, 0.5      # linear decay over the last half
 KL_WEIGHT, CE_WEIGHT = 1.0, 0.5                  # CE: against the target's likeliest token, what greedy needs
+LISTED = 16384                                   # most frequent ids, listed in a draft's folder
 FREQUENT, NEGATIVES = 3072, 1024                 # ids added to those a batch names in the restricted softmax
 SAVE_SECONDS, EVAL_SECONDS = 60, 300
 COMMANDS = "commands.txt"
@@ -538,7 +539,8 @@ class Shards:
         """The n most frequent ids."""
         count = np.zeros(vocab, dtype=np.int64)
         for s in self.loaded:
-            count += np.bincount(s["ids"].reshape(-1), minlength=vocab)[:vocab]
+            written = np.arange(s["ids"].shape[1]) < s["length"][:, None]
+            count += np.bincount(s["ids"][written], minlength=vocab)[:vocab]
         return torch.from_numpy(np.argsort(-count, kind="stable")[:n].copy())
 
 
@@ -790,6 +792,8 @@ about ("text": written by people; the others by the target, greedily or at that 
 
 {data}
 
+`frequent.npy` lists their {listed:,} most frequent tokens: a run may let the draft propose no others.
+
 ## Training
 
 {steps:,} steps, {positions:,} positions seen, {minutes:.0f} minutes on {machine}.
@@ -847,8 +851,8 @@ def write_card(args, student, shards, state, figures, folders):
         name=args.out.name, target=Path(args.target).name, layers=config.num_hidden_layers,
         hidden=config.hidden_size, heads=config.num_attention_heads, vocab=config.vocab_size, params=params,
         matrix=params - student.get_input_embeddings().weight.numel(), top_k=args.top_k,
-        tokens=sum(counts.values()), data=data_table(counts), steps=state["step"],
-        positions=state["positions"], minutes=state["seconds"] / 60,
+        tokens=sum(counts.values()), data=data_table(counts), listed=min(LISTED, config.vocab_size),
+        steps=state["step"], positions=state["positions"], minutes=state["seconds"] / 60,
         machine=f"{os.cpu_count()} CPU cores that other work shared in part", kl_weight=args.kl_weight,
         ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce, table=table, commands="\n".join(commands)))
 
@@ -877,6 +881,11 @@ def export(args, student, tokenizer):
         file.replace(args.out / file.name)
         (args.out / file.name).chmod(0o644)
     partial.rmdir()
+
+
+def list_frequent(args, shards, vocab):
+    """The most frequent ids of the teacher's tokens, into the draft's folder: a run may let it propose no others."""
+    np.save(args.out / FREQUENT_FILE, shards.frequent(LISTED, vocab).numpy().astype(np.int32))
 
 
 # ---------------------------------------------------------------------------------------------------- main
@@ -923,7 +932,8 @@ def parse(argv):
     p.add_argument("--teacher", type=Path, help="folder of teacher shards (default: WORK/samples)")
     p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     p.add_argument("--evaluate", type=Path, help="only measure the agreement of this draft")
-    p.add_argument("--only", choices=("sample", "score", "train"), help="only this stage")
+    p.add_argument("--only", choices=("sample", "score", "train", "vocab"),
+                   help="only this stage; vocab: list the teacher's most frequent tokens in --out, a trained draft")
     add_data_flags(p)
     p.add_argument("--hidden", type=int, default=240)
     p.add_argument("--intermediate", type=int, default=640)
@@ -1010,6 +1020,9 @@ def main(argv):
         held = held_out(args, tokenizer, load_target, work)
         report(args, evaluate(load(args.evaluate, torch.float32), held, load_target(torch.float32)))
         return 0
+    if args.only == "vocab":
+        list_frequent(args, Shards(teacher), load_target(torch.float32).config.vocab_size)
+        return 0
     note_command(args, work if args.only == "train" else teacher)
     if args.only in (None, "sample"):
         sample_target(args, load_target(teacher_type), load_sources(args, tokenizer), teacher)
@@ -1020,6 +1033,7 @@ def main(argv):
         shards, student = Shards(teacher), make_student(args, load_target(torch.float32))
         state = train(args, student, shards, work, held)
         export(args, student, tokenizer)
+        list_frequent(args, shards, student.config.vocab_size)
         if held:
             draft = load(args.out, torch.float32)                # what is shipped, rounded to bfloat16
             figures = evaluate(draft, held, load_target(torch.float32))

@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
@@ -23,10 +24,11 @@ from transformers import PreTrainedTokenizerFast
 import methods
 import metrics
 import peers
+from cachedModel import CachedModel
 from conftest import ROOT, tiny_model
 from costModel import Costs, measure_costs, step_times
 from heads import save_head
-from loadModel import load_model
+from loadModel import FREQUENT_FILE, load_model
 from metrics import FIELDS, Column, Generation, Results, Round, median_interval, run_record, summarise
 from specSampling import Drafter, NGramDrafter
 from treeSampling import Tree
@@ -515,7 +517,7 @@ def test_what_passes_of_heads_cost_is_measured_before_and_told_to_the_drafters(f
     s = bench.set_up(args, for_ppl=False)
     bench.prepare_costs(s, args.methods, 6)
     assert len(s.costs.v) == methods.MAX_NODES + 1 and len(s.chain_v) == methods.MAX_GAMMA + 1
-    assert len(s.draft_times) == 4 and min(map(min, s.draft_times)) > 0
+    assert len(s.draft_times) == 4 and min(min(times[:2]) for times in s.draft_times) > 0
     first, later, _ = s.draft_times[2]
     c, start = s.head_costs("eagle")
     assert c == later / s.costs.t_target and start == max(0, first - later) / s.costs.t_target
@@ -737,6 +739,39 @@ def test_peers_run_on_unmodified_models_and_are_compared_over_all_prompts(run, f
     assert best["vs_transformers"] == 1 and f"fastest method here ({best['label']})" in text
     # hf and its kin follow the float32 law, ours that of the engine: equality is asked within each law
     assert ("equal those of hf" in text) == (engine == "int8")
+
+
+@pytest.fixture
+def listed(folders):
+    """The smallest draft with a list of what it may propose."""
+    path = folders / "small" / FREQUENT_FILE
+    np.save(path, np.arange(299, 0, -1, dtype=np.int32))
+    yield
+    path.unlink()
+
+
+def test_a_draft_that_proposes_few_tokens(run, listed):
+    code, rows, text = run("--speed", 1, "--methods", "small,target,spec,multi,hf-assisted", "--draft-vocab", 40)
+    assert code == 0 and "equal the target's" in text and "<- small (proposes 40 tokens)" in text
+    assert {row["draft_vocab"] for row in rows} == {40}
+    code, rows, text = run("--speed", 1, "--methods", "target,spec", "--draft-vocab", 0)
+    assert code == 0 and rows[-1]["draft_vocab"] == 300
+    code, rows, text = run("--ppl", 1, "--prompts", "wikitext", "--draft-vocab", 40, "--ppl-tokens", 60)
+    scored = [row for row in rows if row["method"].startswith("draft")]  # a whole law, as all tokens are in the text
+    assert code == 0 and len(scored) == 2 and all(row["ppl"] < math.inf and row["draft_vocab"] == 300 for row in scored)
+
+
+@pytest.mark.parametrize("engine", ["eager", "packed"])
+def test_peers_draft_from_their_whole_vocabulary(bench, folders, listed, engine):
+    s = bench.set_up(bench.parse(["--target", str(folders / "target"), "--draft", str(folders / "small"), "--peers",
+                                  "--engine", engine, "--draft-vocab", "40", "--methods", "target,spec,hf-assisted"]),
+                     for_ppl=False)
+    ids = torch.arange(1, 9)
+    whole, cut = (CachedModel(model).forward(ids) for model in (s.stock_draft, s.draft))
+    assert whole.isfinite().all() and cut.isfinite().sum() == 40
+    with methods.Watch(s) as watch:
+        bench.decoded(s, "hf-assisted", ids.tolist(), SamplingParams(0.0, max_new_tokens=8))
+    assert min(watch.calls) > 0
 
 
 def test_peers_without_llama_cpp_say_so_in_one_line(run, monkeypatch, capsys):

@@ -318,6 +318,12 @@ def test_speculative_law_with_a_draft_of_another_vocabulary(gap, width):
     assert gap(speculative_sampling, target, drafts[0], 2, temperature=0.9) < EXACT
 
 
+def test_speculative_law_with_a_draft_that_never_proposes_some_tokens(gap):
+    target, drafts = models()
+    drafts[0].model.table[..., 1] = float("-inf")
+    assert gap(speculative_sampling, target, drafts[0], 2) < EXACT
+
+
 def test_speculative_law_from_one_token_and_with_the_target_as_its_own_draft(gap):
     target, _ = models()
     for prompt in ([2], PROMPT):

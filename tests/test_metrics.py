@@ -1,6 +1,7 @@
 """Rounds, generations and times by hand; intervals against the binomial law; the results files."""
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -255,3 +256,11 @@ def test_rounds_of_trees():
 def test_a_round_cut_by_a_stop_token_keeps_its_nodes_and_shortens_its_path():
     r = cut_round(Round(3, 3, 4, tokens=[5, 6, 7, 8], nodes=10, path=(0, 2, 7)), 2)
     assert r == Round(3, 2, 2, judged=2, nodes=10, path=(0, 2)) and r.tokens == [5, 6]
+
+
+def test_a_cpu_is_named_with_what_it_has(monkeypatch):
+    said = "model name\t: Chip 9\nflags\t\t: sse2 avx2 {}\n"
+    for flags, vectors in (("fma", "AVX2"), ("avx512_vnni fma", "AVX2 with VNNI"), ("avx_vnni", "AVX2 with VNNI")):
+        monkeypatch.setattr(metrics.Path, "read_text", lambda self, flags=flags: said.format(flags))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        assert metrics.device_name(torch.device("cpu")) == f"cpu (Chip 9, {os.cpu_count()} cores, {vectors})"

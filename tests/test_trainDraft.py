@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
                           PreTrainedTokenizerFast)
 
 import trainDraft
+from loadModel import FREQUENT_FILE, load_draft
 from metrics import FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,6 +290,21 @@ def test_training_raises_the_agreement_and_writes_a_card(target_folder, shards, 
     assert [again[k] for k in ("agreement", "alpha", "n_tokens")] == pytest.approx(
         [figures[1][k] for k in ("agreement", "alpha", "n_tokens")])
     assert "agreement of" in (tmp_path / "results.txt").read_text()
+
+
+def test_the_most_frequent_tokens_are_listed(target_folder, shards, tmp_path):
+    """By the training, and by --only vocab for a draft that is there: counted here by hand."""
+    train(target_folder, tmp_path / "draft", shards, "--steps", "1")
+    path = tmp_path / "draft" / FREQUENT_FILE
+    counts = Counter(int(i) for shard in map(np.load, shards.glob("*.npz"))
+                     for row, n in zip(shard["ids"], shard["length"]) for i in row[:n])
+    ids = np.load(path)
+    assert ids.dtype == np.int32 and sorted(ids) == list(range(VOCAB))
+    assert [counts[i] for i in ids] == sorted(counts.values(), reverse=True) + [0] * (VOCAB - len(counts))
+    path.unlink()
+    trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "vocab", "--teacher", str(shards)))
+    assert (np.load(path) == ids).all()
+    assert load_draft(tmp_path / "draft", torch.device("cpu"), torch.float32, 5).proposes == 5
 
 
 def test_agreement_against_a_loop(target_folder, target, tmp_path):
