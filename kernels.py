@@ -143,20 +143,10 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, 
     """
     n, kv_heads, size = y.shape[0], columns.shape[1], columns.shape[3]
     heads = out.shape[1] // size
-    for i in range(n):
-        for j in range(y.shape[1]):
-            y[i, j] = y[i, j] * scale[i] + bias[j]
-        for h in range(heads):
-            at = where[0, 0] + h * where[0, 1]
-            turn(y[i, at : at + size], cos, sin, i)
-        for h in range(kv_heads):
-            key, value = where[1, 0] + h * where[1, 1], where[2, 0] + h * where[2, 1]
-            turn(y[i, key : key + size], cos, sin, i)
-            columns[0, h, start + i] = y[i, key : key + size]
-            columns[1, h, start + i] = y[i, value : value + size]
     group = heads // kv_heads  # queries that share a key
+    queries = np.empty((n, heads, size), np.float32)
+    take_apart(y, scale, bias, where, cos, sin, queries, columns, start)
     seen, score = np.empty(start + n, np.int32), np.empty((3, start + n), np.float32)
-    query = np.empty((heads, size), np.float32)
     for t in range(start):
         seen[t] = t
     for i in range(n):
@@ -165,10 +155,7 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, 
             if among[i, j] == 0:
                 seen[count] = start + j
                 count += 1
-        for h in range(heads):
-            at = where[0, 0] + h * where[0, 1]
-            query[h] = y[i, at : at + size]
-        attended = out[i].reshape(heads, size)
+        query, attended = queries[i], out[i].reshape(heads, size)
         for k in range(kv_heads):
             keys, values, h, end = columns[0, k], columns[1, k], k * group, (k + 1) * group
             while h + 3 <= end:
@@ -178,6 +165,25 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, 
                 look(query[h], keys, values, seen[:count], score[0], attended[h])
                 h += 1
         level(out[i], shrink, out_scale, i)
+
+
+@part
+def take_apart(y, scale, bias, where, cos, sin, queries, columns, start):
+    """Of the product y, scaled in place: its queries, turned, into queries [n, heads, size], its keys, turned, and its
+    values into the columns from `start` on. See attend."""
+    heads, size, kv_heads = queries.shape[1], queries.shape[2], columns.shape[1]
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] = y[i, j] * scale[i] + bias[j]
+        for h in range(heads):
+            at = where[0, 0] + h * where[0, 1]
+            queries[i, h] = y[i, at : at + size]
+            turn(queries[i, h], cos, sin, i)
+        for h in range(kv_heads):
+            key, value = where[1, 0] + h * where[1, 1], where[2, 0] + h * where[2, 1]
+            columns[0, h, start + i] = y[i, key : key + size]
+            columns[1, h, start + i] = y[i, value : value + size]
+            turn(columns[0, h, start + i], cos, sin, i)
 
 
 @part
