@@ -234,8 +234,8 @@ def soften(score, count, size):
 
 @part
 def look_of_three(query, keys, values, seen, score, out):
-    """`look` for three queries [3, size] with the same keys and values, which are loaded once for all of them: a
-    quarter to a third less time. out [3, size]; score: [3, ...], room for as many as there are columns."""
+    """`look` for three queries [3, size] with the same keys and values, which are loaded once for all of them.
+    out [3, size]; score: [3, ...], room for as many as there are columns."""
     size, count = query.shape[1], len(seen)
     by_four = count // 4 * 4
     p, q, r = query[0], query[1], query[2]
