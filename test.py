@@ -803,9 +803,12 @@ def main(argv: list[str]) -> int:
         s = set_up(args, for_ppl=False)
         good = run_speed(s, argv)
     if args.ppl:
-        # The two parts may want different dtypes (auto on CUDA): load anew only then.
-        again = not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True)
-        run_ppl(set_up(args, for_ppl=True) if again else s, argv)
+        # The two parts may want different dtypes (auto on CUDA), and this one whole drafts: load anew only then.
+        if not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True) or any(
+                draft.proposes < logit_width(draft) for draft in s.drafts):
+            s = None  # its memory first
+            s = set_up(args, for_ppl=True)
+        run_ppl(s, argv)
     return 0 if good else 1
 
 
