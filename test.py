@@ -200,10 +200,7 @@ def set_up(args, for_ppl: bool) -> Setup:
     for draft in pair.drafts:
         check_pair(tokenizer, load_tokenizer(draft))
     s = Setup(args, pair, tokenizer, load_model(pair.target, device, dtype))
-    vocab = 0 if for_ppl else args.draft_vocab
-    s.drafts = [load_draft(draft, device, dtype, vocab) for draft in pair.drafts]
-    if pair.draft is not None:
-        s.draft = s.drafts[pair.drafts.index(pair.draft)]
+    load_drafts(s, 0 if for_ppl else args.draft_vocab)
     s.stock_target, s.stock_draft = s.target, s.draft
     s.heads = {} if for_ppl else load_heads(args, pair, s.target)  # before an engine replaces the target's layers
     choose_engine(s, device, dtype)
@@ -213,6 +210,13 @@ def set_up(args, for_ppl: bool) -> Setup:
         s.stock_target = s.target if s.engine == "eager" else load_model(pair.target, device, dtype)
         s.stock_draft = load_model(pair.draft, device, dtype) if pair.draft is not None else None
     return s
+
+
+def load_drafts(s: Setup, vocab: int) -> None:
+    """The pair's drafts, not yet on an engine, which propose their `vocab` most frequent tokens; 0: all."""
+    s.drafts = [load_draft(draft, s.target.device, s.target.dtype, vocab) for draft in s.pair.drafts]
+    if s.pair.draft is not None:
+        s.draft = s.drafts[s.pair.drafts.index(s.pair.draft)]
 
 
 def load_heads(args, pair, target) -> dict:
@@ -804,10 +808,11 @@ def main(argv: list[str]) -> int:
         good = run_speed(s, argv)
     if args.ppl:
         # The two parts may want different dtypes (auto on CUDA), and this one whole drafts: load anew only then.
-        if not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True) or any(
-                draft.proposes < logit_width(draft) for draft in s.drafts):
-            s = None  # its memory first
+        if not args.speed or s.target.dtype != pick_dtype(args.dtype, s.target.device, for_ppl=True):
             s = set_up(args, for_ppl=True)
+        elif any(draft.proposes < logit_width(draft) for draft in s.drafts):
+            load_drafts(s, 0)
+            choose_engine(s, s.target.device, s.target.dtype)
         run_ppl(s, argv)
     return 0 if good else 1
 
