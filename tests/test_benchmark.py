@@ -21,6 +21,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+import downloadData
 import methods
 import metrics
 import peers
@@ -85,7 +86,8 @@ def heads(folders):
 @pytest.fixture
 def run(bench, folders, tmp_path, monkeypatch):
     """run(*flags) -> (exit status, rows, text) of main() on the tiny pair, with results in a fresh folder."""
-    monkeypatch.setattr(bench, "text_of", lambda name: TEXT)
+    for module in (bench, downloadData):  # no test here waits for what is in datasets/
+        monkeypatch.setattr(module, "text_of", lambda name: TEXT)
     monkeypatch.setattr(bench, "available_texts", lambda: ["wikitext"])
 
     def main(*flags):
@@ -756,7 +758,8 @@ def test_a_draft_that_proposes_few_tokens(run, listed):
     assert {row["draft_vocab"] for row in rows} == {40}
     code, rows, text = run("--speed", 1, "--methods", "target,spec", "--draft-vocab", 0)
     assert code == 0 and rows[-1]["draft_vocab"] == 300
-    for parts in (("--ppl", 1), ("--ppl", 1, "--speed", 1, "--methods", "target,spec", "--n-prompts", 1)):
+    for parts in (("--ppl", 1), ("--ppl", 1, "--speed", 1, "--methods", "target,spec", "--n-prompts", 1,
+                                   "--prompt-tokens", 8)):
         code, rows, text = run(*parts, "--prompts", "wikitext", "--draft-vocab", 40, "--ppl-tokens", 60)
         scored = [row for row in rows if row["method"].startswith("draft")][-2:]  # by a whole law: all tokens are there
         assert code == 0 and len(scored) == 2
