@@ -613,10 +613,11 @@ class Int8Stack(Stack):
         cos, sin = (table[where] for table in self.turns)
         among = np.zeros((1, 1), np.float32) if mask is None else mask.numpy()
         rooms = [room(n) for room in self.rooms]
+        team = kernels.team(torch.get_num_threads())
         x = F.embedding(ids, self.embedding)
         rows = x.numpy()
         for layer, columns in zip(self.layers, kv.numpy()):
-            layer(rooms, rows, cos, sin, columns, start, among)
+            layer(rooms, rows, cos, sin, columns, start, among, team)
         return self.norm(x)
 
 
@@ -677,7 +678,7 @@ class Int8Llama:
         states = qkv(rooms[0], kernels.norm, x, *self.norm1)
         kernels.add(x, *o(rooms[1], kernels.attend, *states, self.where, *attention))
         inner = gate_up(rooms[2], kernels.norm, x, *self.norm2)
-        kernels.add(x, *down(rooms[3], kernels.gate, *inner))
+        kernels.add(x, *down(rooms[3], kernels.gate, *inner, attention[-1]))
 
 
 class Int8NeoX:

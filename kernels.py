@@ -1,10 +1,10 @@
 """The small operations between the matrix products of the engine int8, as loops that numba compiles.
 
 A step of a small model is a few matrix products and, in torch, a thousand small operations between them, each with a
-call and a pass over memory of its own: half of the time. Here they are a few functions. Each works row by row, on one
-thread, and what it does for a row depends on nothing but that row and what it may see. So a row has the same bits
-however many are fed beside it, without a wider type: in 8 bits another last bit can tip a rounding, and the layers
-behind would make other logits of it.
+call and a pass over memory of its own: half of the time. Here they are a few functions. Each works row by row, and what
+it does for a row depends on nothing but that row and what it may see. So a row has the same bits however many are fed
+beside it, without a wider type: in 8 bits another last bit can tip a rounding, and the layers behind would make other
+logits of it. Where there is much to do, several threads take rows, or heads of them, to do the very same (see team).
 
 The sums of a row may be taken in any order (fastmath's reassoc, which lets them be vectors), but it is always the same
 one: it follows from lengths, and those are the row's own.
@@ -13,10 +13,15 @@ Arrays of numbers are float32 and C-contiguous. x [n, d] is the residual stream.
 [-1, 1] and is to be multiplied by `scale` [n], the largest |x| of each row: see engine.Int8Linear.
 """
 
+import ctypes
+import functools
 import math
+from pathlib import Path
 
 import numpy as np
-from numba import njit, types
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 f32 = np.float32
@@ -25,13 +30,18 @@ LOG2_E, SMALLEST = f32(1 / math.log(2)), f32(1e-30)
 C1, C2, C3, C4, C5, C6 = (f32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 
 
-def compiled(function, **how):
-    """`function`, compiled at its first call and kept on disk, where there is a folder for it that can be written."""
+def kept(compile, function, **how):
+    """`function`, compiled and kept on disk, where there is a folder for it that can be written."""
     how |= dict(error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
     try:
-        return njit(cache=True, **how)(function)
+        return compile(cache=True, **how)(function)
     except RuntimeError:  # numba finds no such folder
-        return njit(**how)(function)
+        return compile(**how)(function)
+
+
+def compiled(function, **how):
+    """`function`, compiled at its first call."""
+    return kept(njit, function, **how)
 
 
 def part(function):
@@ -48,6 +58,78 @@ def as_float(context, bits):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def pointer(context, address, kind):
+    """A pointer to numbers of the type of `kind`, whose address this is."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(kind)(types.int64, kind), generate
+
+
+@intrinsic
+def claim(context, address):
+    """The whole number at this address, which is one more from then on: each is one thread's alone."""
+
+    def generate(context, builder, signature, arguments):
+        number = builder.inttoptr(arguments[0], context.get_value_type(types.int64).as_pointer())
+        return builder.atomic_rmw("add", number, arguments[0].type(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def call(context, function, a, b, c, d):
+    """Call the C function at an address with two words of 64 bits and two of 32."""
+
+    def generate(context, builder, signature, arguments):
+        word, half = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), (word, word, half, half))
+        function, a, b, c, d = arguments
+        numbers = builder.trunc(c, half), builder.trunc(d, half)
+        builder.call(builder.inttoptr(function, kind.as_pointer()), (a, b, *numbers))
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 5), generate
+
+
+# What a team is told by: an array of OpenMP's function that runs another one on many threads, of how many threads there
+# are, and of the functions that do a thread's share.
+PARALLEL, THREADS, OF_GATE, OF_ATTEND = range(4)
+ENOUGH = 200  # rows times columns of an attention from which on more than one thread pays
+
+
+@functools.cache
+def team(threads):
+    """What `together` takes, for as many threads. They are those that torch's own operations run on, which wait for
+    work there already: threads of another pool would take the cores from them. One thread where torch has no OpenMP."""
+    try:
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+        parallel = ctypes.cast(parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        parallel, threads = 0, 1
+    shares = (shared(share).address for share in (share_of_gate, share_of_attend))
+    return np.array([parallel, threads, *shares], np.int64)
+
+
+@functools.cache
+def shared(share):
+    """`share` as a C function of an address."""
+    return kept(functools.partial(cfunc, types.void(types.int64)), share)
+
+
+@part
+def together(team, share, told, many):
+    """Let threads do their shares, or this one alone all of it. told: what they need to know, first of all the number
+    of the next task, 0; arrays by their addresses, since that is all that a C function can be given."""
+    if many and team[THREADS] > 1:
+        call(team[PARALLEL], team[share], told.ctypes.data, team[THREADS], 0)
+    else:
+        call(team[share], told.ctypes.data, 0, 0, 0)
+    told[0] = 0  # it must live until here
 
 
 @part
@@ -111,14 +193,29 @@ def norm(x, weight, bias, eps, centred, shrink, out, scale):
 
 
 @compiled
-def gate(y, scale, bias, shrink, out, out_scale):
-    """out, out_scale: SiLU(gate) * up, levelled, of the product y [n, 2 d] of both."""
-    d = out.shape[1]
-    for i in range(y.shape[0]):
+def gate(y, scale, bias, team, shrink, out, out_scale):
+    """out, out_scale: SiLU(gate) * up, levelled, of the product y [n, 2 d] of both. team: see team."""
+    told = np.empty(9, np.int64)
+    told[:3] = 0, *out.shape
+    told[3], told[4], told[5] = y.ctypes.data, scale.ctypes.data, bias.ctypes.data
+    told[6], told[7], told[8] = shrink.ctypes.data, out.ctypes.data, out_scale.ctypes.data
+    together(team, OF_GATE, told, out.shape[0] > 1)
+
+
+def share_of_gate(told):
+    """What a thread does of `gate`: rows."""
+    t = carray(pointer(told, np.int64(0)), 9)
+    n, d = t[1], t[2]
+    y, out = carray(pointer(t[3], f32(0)), (n, 2 * d)), carray(pointer(t[7], f32(0)), (n, d))
+    scale, out_scale = carray(pointer(t[4], f32(0)), n), carray(pointer(t[8], f32(0)), n)
+    bias, shrink = carray(pointer(t[5], f32(0)), 2 * d), carray(pointer(t[6], f32(0)), d)
+    i = claim(told)
+    while i < n:
         for j in range(d):
             g = y[i, j] * scale[i] + bias[j]
             out[i, j] = g / (f32(1) + exp(-g)) * (y[i, d + j] * scale[i] + bias[d + j])
         level(out[i], shrink, out_scale, i)
+        i = claim(told)
 
 
 @part
@@ -132,58 +229,75 @@ def turn(head, cos, sin, i):
 
 
 @compiled
-def attend(y, scale, bias, where, cos, sin, columns, start, among, shrink, out, out_scale):
+def attend(y, scale, bias, where, cos, sin, columns, start, among, team, shrink, out, out_scale):
     """out, out_scale: the attention [n, heads * size] of the new rows, levelled, of the product y of queries, keys and
     values, which is scaled in place. Keys and values are written to columns [2, kv_heads, capacity, size] from `start`
     on.
 
     where [3, 2]: of the queries, keys and values in a row of y the first head's beginning, and the distance from head
     to head. cos, sin [n, turned / 2]: rotary tables. among [n, n]: 0 where a new row sees a new row; all see the
-    columns before `start`.
+    columns before `start`. team: see team.
     """
-    n, kv_heads, size = y.shape[0], columns.shape[1], columns.shape[3]
-    heads = out.shape[1] // size
-    group = heads // kv_heads  # queries that share a key
-    queries = np.empty((n, heads, size), np.float32)
-    take_apart(y, scale, bias, where, cos, sin, queries, columns, start)
-    seen, score = np.empty(start + n, np.int32), np.empty((3, start + n), np.float32)
-    for t in range(start):
-        seen[t] = t
+    n, size = y.shape[0], columns.shape[3]
+    take_apart(y, scale, bias, where, cos, sin, out.shape[1] // size, columns, start)
+    told = np.empty(14, np.int64)
+    told[:6] = 0, n, y.shape[1], out.shape[1], start, columns.shape[1]
+    told[6:10] = columns.shape[2], size, where[0, 0], where[0, 1]
+    told[10], told[11], told[12], told[13] = y.ctypes.data, columns.ctypes.data, among.ctypes.data, out.ctypes.data
+    together(team, OF_ATTEND, told, n * (start + n) > ENOUGH)
     for i in range(n):
-        count = start
-        for j in range(i + 1):
-            if among[i, j] == 0:
-                seen[count] = start + j
-                count += 1
-        query, attended = queries[i], out[i].reshape(heads, size)
-        for k in range(kv_heads):
-            keys, values, h, end = columns[0, k], columns[1, k], k * group, (k + 1) * group
-            while h + 3 <= end:
-                look_of_three(query[h : h + 3], keys, values, seen[:count], score, attended[h : h + 3])
-                h += 3
-            while h < end:
-                look(query[h], keys, values, seen[:count], score[0], attended[h])
-                h += 1
         level(out[i], shrink, out_scale, i)
 
 
 @part
-def take_apart(y, scale, bias, where, cos, sin, queries, columns, start):
-    """Of the product y, scaled in place: its queries, turned, into queries [n, heads, size], its keys, turned, and its
-    values into the columns from `start` on. See attend."""
-    heads, size, kv_heads = queries.shape[1], queries.shape[2], columns.shape[1]
+def take_apart(y, scale, bias, where, cos, sin, heads, columns, start):
+    """The product y is scaled, and its queries turned, in place; its keys, turned, and its values go into the columns
+    from `start` on. See attend."""
+    kv_heads, size = columns.shape[1], columns.shape[3]
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
             y[i, j] = y[i, j] * scale[i] + bias[j]
         for h in range(heads):
             at = where[0, 0] + h * where[0, 1]
-            queries[i, h] = y[i, at : at + size]
-            turn(queries[i, h], cos, sin, i)
+            turn(y[i, at : at + size], cos, sin, i)
         for h in range(kv_heads):
             key, value = where[1, 0] + h * where[1, 1], where[2, 0] + h * where[2, 1]
             columns[0, h, start + i] = y[i, key : key + size]
             columns[1, h, start + i] = y[i, value : value + size]
             turn(columns[0, h, start + i], cos, sin, i)
+
+
+def share_of_attend(told):
+    """What a thread does of `attend`: for a row, the queries that share a key."""
+    t = carray(pointer(told, np.int64(0)), 14)
+    n, width, d, start, kv_heads, capacity, size, first, apart = t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9]
+    y, out = carray(pointer(t[10], f32(0)), (n, width)), carray(pointer(t[13], f32(0)), (n, d))
+    columns = carray(pointer(t[11], f32(0)), (2, kv_heads, capacity, size))
+    among = carray(pointer(t[12], f32(0)), (n, n))
+    group = d // size // kv_heads
+    seen, score, row, count = np.empty(start + n, np.int32), np.empty((3, start + n), np.float32), np.int64(-1), start
+    for c in range(start):
+        seen[c] = c
+    task = claim(told)
+    while task < n * kv_heads:
+        i, k = task // kv_heads, task % kv_heads
+        if i != row:
+            row, count = i, start
+            for j in range(i + 1):
+                if among[i, j] == 0:
+                    seen[count] = start + j
+                    count += 1
+        keys, values, h, end = columns[0, k], columns[1, k], k * group, (k + 1) * group
+        while h + 3 <= end:
+            p, q, r, o = first + h * apart, first + (h + 1) * apart, first + (h + 2) * apart, h * size
+            look_of_three(y[i, p : p + size], y[i, q : q + size], y[i, r : r + size], keys, values, seen[:count], score,
+                          out[i, o : o + size], out[i, o + size : o + 2 * size], out[i, o + 2 * size : o + 3 * size])
+            h += 3
+        while h < end:
+            p, o = first + h * apart, h * size
+            look(y[i, p : p + size], keys, values, seen[:count], score[0], out[i, o : o + size])
+            h += 1
+        task = claim(told)
 
 
 @part
@@ -233,12 +347,11 @@ def soften(score, count, size):
 
 
 @part
-def look_of_three(query, keys, values, seen, score, out):
-    """`look` for three queries [3, size] with the same keys and values, which are loaded once for all of them.
-    out [3, size]; score: [3, ...], room for as many as there are columns."""
-    size, count = query.shape[1], len(seen)
+def look_of_three(p, q, r, keys, values, seen, score, op, oq, o_r):
+    """`look` for three queries with the same keys and values, which are loaded once for all of them. score: [3, ...],
+    room for as many as there are columns."""
+    size, count = len(p), len(seen)
     by_four = count // 4 * 4
-    p, q, r = query[0], query[1], query[2]
     for t in range(0, by_four, 4):
         a, b, c, d = keys[seen[t]], keys[seen[t + 1]], keys[seen[t + 2]], keys[seen[t + 3]]
         pa = pb = pc = pd = qa = qb = qc = qd = ra = rb = rc = rd = f32(0)
@@ -268,8 +381,9 @@ def look_of_three(query, keys, values, seen, score, out):
         score[0, t], score[1, t], score[2, t] = pa, qa, ra
     p, q, r = score[0], score[1], score[2]
     tp, tq, tr = soften(p, count, size), soften(q, count, size), soften(r, count, size)
-    op, oq, o_r = out[0], out[1], out[2]
-    out[:] = 0
+    op[:] = 0
+    oq[:] = 0
+    o_r[:] = 0
     for t in range(0, by_four, 4):
         a, b, c, d = values[seen[t]], values[seen[t + 1]], values[seen[t + 2]], values[seen[t + 3]]
         pa, pb, pc, pd = p[t], p[t + 1], p[t + 2], p[t + 3]

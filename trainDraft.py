@@ -31,6 +31,20 @@ TOP_K = 16                                       # teacher log-probabilities kep
 SAMPLE_ROWS = 128
 TEMPERATURES = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))               # (temperature, share of the rows)
 SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))   # (prompt, new, share)
+ASKS, CUT = 4000, 8                              # requests made of a text; first words that a question may lose
+ASK_FORMS = (
+    "{passage}\n\nSummarize the text above.", "Summarize this: {passage}", "{passage}\n\nWhat is this text about?",
+    "Answer with the help of the text.\n\nText: {passage}\n\nQuestion: what does it say about {0}?",
+    "Translate into French: {passage}", "Translate this passage to German: {passage}", "What is {0}?",
+    "Who was {0} {1}?", "Where is {0}?", "When did {0} become {1}?", "How does {0} work?", "Why is {0} important?",
+    "Explain {0} to a child.", "Compare {0} and {1}.", "Write a short story about {0} and {1}.",
+    "Write a poem about {0}.", "Write a letter to a friend about {0} and {1}.", "List five facts about {0}.",
+    "Give me advice about {0} and {1}.", "Rewrite this in plain words: {passage}", "Continue this story: {passage}",
+    "What are the advantages and disadvantages of {0}?", "Write an email to a colleague about {0} and {1}.",
+    "Write a Python function {0}_{1} that takes a list and returns its {2}.",
+    'Complete this function:\n\ndef {0}_{1}({2}):\n    """{passage}"""\n', "Plan a day in {0} for {1}.",
+    "There are {0} and {1} in a box. How many {0} are there if 3 of 12 are {1}? Explain your steps.",
+)
 SCORE_ROWS, SCORE_CONTEXT = 64, 256              # rows of a shard and tokens of a window of scored text
 
 # Training. A batch is rows of one shard, cropped to CONTEXT but for a share of longer ones.
@@ -66,17 +80,60 @@ class Source:
         self.documents = [np.asarray(d, dtype=np.int32) for d in documents if len(d)]
         self.lengths = np.array([len(d) for d in self.documents])
 
+    def has(self, n):
+        """Whether there is a prompt of n ids."""
+        return self.lengths.max(initial=0) >= n
+
     def draw(self, n, rng):
-        """One prompt of n ids, None where all are shorter: a window at random; of separate prompts the head,
-        more often than not a whole one of that very length."""
+        """One prompt of n ids: a window at random; of separate prompts the head, more often than not a whole one of
+        that very length."""
         fit = np.flatnonzero(self.lengths == n) if self.whole and rng.random() < 0.7 else ()
         fit = fit if len(fit) else np.flatnonzero(self.lengths >= n)
-        if not len(fit):
-            return None
         weights = None if self.whole else self.lengths[fit] / self.lengths[fit].sum()
         document = self.documents[rng.choice(fit, p=weights)]
         start = 0 if self.whole else rng.integers(0, len(document) - n + 1)
         return document[start:start + n]
+
+
+class Chat(Source):
+    """Questions in the target's chat format, `before` and `behind` being what stands around the user's words."""
+
+    def __init__(self, name, questions, weight, before, behind):
+        super().__init__(name, questions, weight, whole=True)
+        self.before, self.behind = before, behind
+        self.lengths += len(before) + len(behind)
+
+    def near(self, n):
+        return np.flatnonzero((self.lengths >= n) & (self.lengths < n + CUT))
+
+    def has(self, n):
+        return n > len(self.before) + len(self.behind) and len(self.near(n)) > 0
+
+    def draw(self, n, rng):
+        """One prompt of n ids. Its end must be there, as the answer follows it: what is too long loses first words."""
+        question = self.documents[rng.choice(self.near(n))]
+        return np.concatenate((self.before, question[len(self.before) + len(self.behind) - n:], self.behind))
+
+
+def chat_frame(tokenizer):
+    """The ids around the words of a user who asks, in the chat format. Raises ValueError if there is none."""
+    if not tokenizer.chat_template:
+        raise ValueError("this tokenizer has no chat template: leave --chat out, or take an instruct model")
+    mark = "\x00"
+    turn = [{"role": "user", "content": mark}]
+    parts = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split(mark)
+    return [np.array(tokenizer(part, add_special_tokens=False).input_ids, np.int32) for part in parts]
+
+
+def asked_about(text, n=ASKS):
+    """n requests about passages and words of a text, by ASK_FORMS: for want of a set of what people ask."""
+    rng = np.random.default_rng(0)
+    words = text.split()
+    names = np.array([word for word in words if word.isalpha() and len(word) > 5] or words)
+    for _ in range(n if words else 0):
+        size = int(rng.integers(12, 200))
+        start = int(rng.integers(0, max(len(words) - size, 0) + 1))
+        yield rng.choice(ASK_FORMS).format(*rng.choice(names, 3), passage=" ".join(words[start:start + size]))
 
 
 def split_weight(spec):
@@ -99,6 +156,17 @@ def text_sources(args, tokenizer):
         yield Source(path.name, [encode(text) for text, _ in texts], weight, whole=True)
 
 
+def chat_sources(args, tokenizer):
+    """What is asked in the chat format: the questions of JSON lines, or requests about any other text."""
+    for path, weight in map(split_weight, args.chat):
+        if path.name.removesuffix(".gz").endswith(".jsonl"):
+            questions = [text for text, _ in read_prompts(path)[:args.prompt_limit]]
+        else:
+            questions = asked_about(prose(path))
+        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in questions]
+        yield Chat(f"{path.name} (chat)", ids, weight, *chat_frame(tokenizer))
+
+
 def given_samples(path):
     """The rows of a file of the target's samples: JSON lines with prompt and continuation (ids), source, mode."""
     rows = []
@@ -118,7 +186,7 @@ def given_samples(path):
 
 def load_sources(args, tokenizer):
     """All that prompts are cut from, the target's own samples included (the greedy ones loop too much)."""
-    sources = list(text_sources(args, tokenizer))
+    sources = [*text_sources(args, tokenizer), *chat_sources(args, tokenizer)]
     for path, weight in map(split_weight, args.samples):
         rows = given_samples(path)
         rows = [r["prompt"] + r["continuation"] for r in rows if r["mode"] != "greedy"]
@@ -254,18 +322,17 @@ def stop_ids(model):
 
 def draw_prompts(sources, args, rng):
     """Prompts for one batch: (ids [B, n], names [B], temperatures [B], new tokens)."""
-    share = np.array([s.weight for s in sources]) / sum(s.weight for s in sources)
-    (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
-    n = int(rng.integers(low, high + 1))
-    if all(source.lengths.max(initial=0) < n for source in sources if source.weight):
-        raise ValueError(f"no text of {n} tokens to cut prompts from; see --text, --prompts, --samples")
-    prompts, names = [], []
-    while len(prompts) < args.sample_rows:
-        source = sources[rng.choice(len(sources), p=share)]
-        prompt = source.draw(n, rng)
-        if prompt is not None:
-            prompts.append(prompt)
-            names.append(source.name)
+    for _ in range(100):  # lengths: a chat format is longer than the shortest of them
+        (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
+        n = int(rng.integers(low, high + 1))
+        able = [source for source in sources if source.weight and source.has(n)]
+        if able:
+            break
+    else:
+        raise ValueError(f"no text of {n} tokens to cut prompts from; see --text, --prompts, --chat, --samples")
+    share = np.array([s.weight for s in able]) / sum(s.weight for s in able)
+    drawn = [able[i] for i in rng.choice(len(able), args.sample_rows, p=share)]
+    prompts, names = [source.draw(n, rng) for source in drawn], [source.name for source in drawn]
     temperatures = rng.choice([t for t, _ in TEMPERATURES], len(prompts), p=[s for _, s in TEMPERATURES])
     return np.stack(prompts), np.array(names), temperatures, n_new
 
@@ -899,6 +966,8 @@ def add_data_flags(p):
     """What the shards are made of, and what is held out: common to drafts and heads."""
     p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
     p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
+    p.add_argument("--chat", nargs="+", default=[], help="questions (JSON lines), or any text to ask about, in the "
+                   "target's chat format, FILE or FILE=WEIGHT")
     p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
     p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file not held out")
     p.add_argument("--sample-tokens", type=int, default=1_500_000)
@@ -975,13 +1044,13 @@ def check(args):
     if not args.evaluate and args.only in (None, "train") and not (args.steps > 0 or args.minutes > 0):
         raise ValueError("give --steps N or --minutes M above 0")
     check_files(args)
-    if not (args.only or args.evaluate) and not (args.text or args.prompts or args.samples):
-        raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples")
+    if not (args.only or args.evaluate) and not (args.text or args.prompts or args.chat or args.samples):
+        raise ValueError("give the texts to cut prompts from: --text, --prompts, --chat or --samples")
 
 
 def check_files(args):
     """Raise ValueError for texts, prompts, samples or held-out files that are not there, or weights that cannot be."""
-    for spec in args.text + args.prompts + args.samples:
+    for spec in args.text + args.prompts + args.chat + args.samples:
         try:
             path, weight = split_weight(spec)
         except ValueError:
@@ -991,9 +1060,9 @@ def check_files(args):
     for spec in args.held_out:
         if not Path(spec.partition("=")[0]).is_file():
             raise ValueError(f"no such file: {spec.partition('=')[0]}")
-    weights = [split_weight(spec)[1] for spec in args.text + args.prompts + args.samples]
+    weights = [split_weight(spec)[1] for spec in args.text + args.prompts + args.chat + args.samples]
     if weights and not 0 < sum(weights) < math.inf:
-        raise ValueError("the weights of --text, --prompts and --samples need a sum above 0")
+        raise ValueError("the weights of --text, --prompts, --chat and --samples need a sum above 0")
 
 
 def load(name, dtype):

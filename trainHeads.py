@@ -153,9 +153,22 @@ def values_of(flag, options, function):
     return values
 
 
+def trained_head(folder, args, target):
+    """The head in `folder`, to be trained on. Raises ValueError for one of another kind."""
+    head = load_head(folder, target, KINDS)
+    if head.kind != args.kind:
+        raise ValueError(f"{folder} holds a head of kind {head.kind}, which cannot go on as --kind {args.kind}")
+    head.requires_grad_(True)
+    head.out.requires_grad_(False)  # these rows are the target's, and no part of what is saved
+    return head
+
+
 def make_head(args, target, shards):
-    """A new head of that kind, bound to the target, its vocabulary cut to the most frequent ids of the shards."""
+    """A new head of that kind, bound to the target, its vocabulary cut to the most frequent ids of the shards; or the
+    one in --start."""
     torch.manual_seed(args.seed)
+    if args.start:
+        return trained_head(args.start, args, target)
     weight = target.get_output_embeddings().weight
     kept = args.vocab if 0 < args.vocab < weight.shape[0] else 0
     try:
@@ -251,11 +264,7 @@ def train_jointly(args, target, shards, work, held):
     """Medusa-2: head and target together, the head trained before. The target goes to the folder `args.joint`, of which
     alone `args` speaks from here on. Returns (head, the run's state, the held-out rows as this target writes them, its
     drift: dict(tokens, before, after), the perplexity on held-out prompts)."""
-    head = load_head(args.out, target, KINDS)
-    if head.kind != args.kind:
-        raise ValueError(f"--joint goes on from a Medusa head, and {args.out} holds one of kind {head.kind}")
-    head.requires_grad_(True)
-    head.out.requires_grad_(False)  # these rows are the target's, and no part of what is saved
+    head = trained_head(args.out, args, target)
     text = torch.tensor([i for row in held for i in row["ids"][:row["prompt"]]][:PPL_TOKENS])
     before = perplexity(target, text).ppl
     state = train(args, head, shards, work / "medusa2.pt", target=target)
@@ -403,6 +412,16 @@ def write_card(args, head, shards, state, figures, work, notes):
         else "The licences of the target and of the texts apply."), encoding="utf-8")
 
 
+def started_from(args):
+    """What the card says of --start: its own card, which tells what it was made of, is kept beside the new one."""
+    card = args.start / "README.md"
+    if card.exists():
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "start.md").write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
+    return [f"Training went on from another head{', whose card is `start.md`' if card.exists() else ''}; the figures "
+            "here are of what followed."]
+
+
 def commands_for(args, work):
     """The noted commands that made this head: all that made its texts, and of those that trained the ones of its
     kind, with --joint where it was trained so."""
@@ -434,6 +453,7 @@ def parse(argv):
     p.add_argument("--only", choices=("sample", "score", "features", "train"), help="only this stage")
     p.add_argument("--option", nargs="+", default=[], help="NAME=VALUE of the head's constructor, e.g. copying=false")
     p.add_argument("--loss", nargs="+", default=[], help="NAME=VALUE of the head's loss, e.g. feature_weight=0.1")
+    p.add_argument("--start", type=Path, help="go on from the weights of this trained head, in place of new ones")
     p.add_argument("--joint", type=Path, help="Medusa-2: train the target too, into this folder, from a trained --out")
     p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     add_data_flags(p)
@@ -458,6 +478,8 @@ def check(args):
         raise ValueError(f"--results {args.results} is not a folder: make it first")
     if args.evaluate and not args.held_out:
         raise ValueError("--evaluate needs --held-out FILE...")
+    if args.start and (args.joint or args.option):
+        raise ValueError("--start takes the shape of a trained head: leave --option out; --joint goes on from --out")
     if args.joint and (args.kind != "medusa" or not args.held_out):
         raise ValueError("--joint goes with --kind medusa and --held-out FILE..., on which the drift is measured")
     for flag in ("threads", "sample_rows", "top_k", "batch_rows", "held_prompts", "held_prompt_tokens", "held_new",
@@ -472,8 +494,8 @@ def check(args):
     if args.context < 8 or args.held_new <= args.depths:
         raise ValueError("--context must be at least 8, and --held-new above --depths")
     check_files(args)
-    if args.only is None and not args.evaluate and not (args.text or args.prompts or args.samples):
-        raise ValueError("give the texts to cut prompts from: --text, --prompts or --samples; or --only train")
+    if args.only is None and not args.evaluate and not (args.text or args.prompts or args.chat or args.samples):
+        raise ValueError("give the texts to cut prompts from: --text, --prompts, --chat or --samples; or --only train")
 
 
 @as_script("trainHeads.py", STOPPED)
@@ -530,6 +552,7 @@ def train_and_ship(args, work):
         notes.append(drift_line(drift))
     else:
         head = make_head(args, target, shards)
+        notes += started_from(args) if args.start else []
         state = train(args, head, shards, work / f"{args.kind}.pt", held)
     head.eval()
     if args.kind == "medusa":

@@ -19,6 +19,7 @@ f32 = np.float32
 sizes = st.integers(1, 70)
 seeds = st.integers(0, 10**6)
 few = settings(max_examples=40, deadline=None)
+ALONE, TWO = kernels.team(1), kernels.team(2)  # threads
 
 
 def numbers(seed, *shape):
@@ -61,14 +62,14 @@ def test_gate(seed, n, d):
     y, scale, bias, shrink = numbers(seed, n, 2 * d) * 4, np.abs(numbers(seed + 1, n)), numbers(seed, 2 * d), numbers(
         seed + 2, d)
     out, out_scale = np.empty((n, d), f32), np.empty(n, f32)
-    kernels.gate(y, scale, bias, shrink, out, out_scale)
+    kernels.gate(y, scale, bias, ALONE, shrink, out, out_scale)
     gate, up = (torch.from_numpy(y * scale[:, None] + bias)).double().chunk(2, -1)
     assert near(rows(out, out_scale), F.silu(gate) * up * torch.from_numpy(shrink))
 
 
 def test_gate_of_extremes():
     y, out, scale = np.array([[-1e4, -90, 90, 1e4, 1, 1, 1, 1]], f32), np.empty((1, 4), f32), np.empty(1, f32)
-    kernels.gate(y, np.ones(1, f32), np.zeros(8, f32), np.ones(4, f32), out, scale)
+    kernels.gate(y, np.ones(1, f32), np.zeros(8, f32), ALONE, np.ones(4, f32), out, scale)
     assert (out * scale)[0].tolist() == pytest.approx([0, 0, 90, 1e4], rel=1e-6, abs=1e-30)
 
 
@@ -109,14 +110,14 @@ def in_torch(y, scale, bias, where, cos, sin, columns, start, among):
 
 @few
 @given(seeds, st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 16, 20, 64]),
-       st.integers(0, 90), st.booleans(), st.booleans())
-def test_attend(seed, n, kv_heads, group, size, start, all_turned, interleaved):
+       st.integers(0, 90), st.booleans(), st.booleans(), st.sampled_from([1, 2, 3]))
+def test_attend(seed, n, kv_heads, group, size, start, all_turned, interleaved, threads):
     how = attention(seed, n, kv_heads, 1 if interleaved else group, size, start, size if all_turned else size // 4 * 2,
                     interleaved)[0]
     expected, columns = in_torch(*how)
     out, scale = np.empty(expected.shape, f32), np.empty(n, f32)
     shrink = numbers(seed + 5, out.shape[1])
-    kernels.attend(*how, shrink, out, scale)
+    kernels.attend(*how, kernels.team(threads), shrink, out, scale)
     assert near(rows(out, scale), expected * torch.from_numpy(shrink), 1e-5)
     assert near(torch.from_numpy(how[6]), columns, 1e-6)
 
@@ -134,14 +135,14 @@ def test_a_node_has_the_bits_of_its_own_branch(seed, m, start):
     how, size = attention(seed, m, 2, 2, 16, start, 16, False, among)
     out, scale, shrink = np.empty((m, size), f32), np.empty(m, f32), numbers(seed + 6, size)
     alone = [array.copy() if isinstance(array, np.ndarray) else array for array in how]
-    kernels.attend(*how, shrink, out, scale)
+    kernels.attend(*how, TWO, shrink, out, scale)
     for node, path in enumerate(paths):
         columns = alone[6].copy()
         for depth, i in enumerate(path):
             one, one_scale = np.empty((1, size), f32), np.empty(1, f32)
             row = slice(i, i + 1)
             kernels.attend(alone[0][row].copy(), alone[1][row], *alone[2:4], alone[4][row], alone[5][row], columns,
-                           start + depth, np.zeros((1, 1), f32), shrink, one, one_scale)
+                           start + depth, np.zeros((1, 1), f32), ALONE, shrink, one, one_scale)
         assert np.array_equal(one[0], out[node]) and one_scale[0] == scale[node]
 
 
@@ -152,7 +153,7 @@ def test_a_row_has_the_same_bits_in_any_company(seed, n, d):
     bias, weight, shrink = numbers(seed + 3, d), numbers(seed + 4, d), numbers(seed + 5, d)
     both = numbers(seed + 6, n, 2 * d)
     for kernel, of_rows, for_all in ((kernels.norm, [x], [weight, bias, f32(1e-5), True]), (kernels.levelled, [x], []),
-                                     (kernels.gate, [both, scale], [np.concatenate((bias, bias))])):
+                                     (kernels.gate, [both, scale], [np.concatenate((bias, bias)), TWO])):
         out, out_scale = np.empty((n, d), f32), np.empty(n, f32)
         kernel(*of_rows, *for_all, shrink, out, out_scale)
         for i in range(n):
@@ -166,6 +167,37 @@ def test_a_row_has_the_same_bits_in_any_company(seed, n, d):
         one = x[i : i + 1].copy()
         kernels.add(one, y[i : i + 1], scale[i : i + 1], bias)
         assert np.array_equal(one[0], together[i])
+
+
+@few
+@given(seeds, st.integers(2, 30), st.integers(1, 3), st.integers(1, 4), st.integers(60, 300))
+def test_threads_change_no_bit(seed, n, kv_heads, group, start):
+    """Of many passes one after another, as a race would show now and then."""
+    how, size = attention(seed, n, kv_heads, group, 16, start, 16, False)
+    both, bias, shrink = numbers(seed, n, 2 * size), numbers(seed + 1, 2 * size), numbers(seed + 2, size)
+    results = []
+    for team in (ALONE, TWO, TWO, kernels.team(5), TWO):
+        mine = [array.copy() if isinstance(array, np.ndarray) else array for array in how]
+        outs, scales = np.empty((2, n, size), f32), np.empty((2, n), f32)
+        kernels.attend(*mine, team, shrink, outs[0], scales[0])
+        kernels.gate(both, how[1], bias, team, shrink, outs[1], scales[1])
+        results.append((outs.tobytes(), scales.tobytes(), mine[6].tobytes()))
+    assert len(set(results)) == 1
+
+
+def test_without_openmp_there_is_one_thread(monkeypatch):
+    def none(name):
+        raise OSError
+
+    monkeypatch.setattr(kernels.ctypes, "CDLL", none)
+    team = kernels.team.__wrapped__(4)
+    assert team[kernels.THREADS] == 1
+    how, size = attention(0, 20, 2, 3, 16, 90, 16, False)
+    out, scale = np.empty((2, 20, size), f32), np.empty((2, 20), f32)
+    for i, mine in enumerate((team, TWO)):
+        again = [x.copy() if isinstance(x, np.ndarray) else x for x in how]
+        kernels.attend(*again, mine, np.ones(size, f32), out[i], scale[i])
+    assert np.array_equal(out[0], out[1]) and np.array_equal(scale[0], scale[1])
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
@@ -188,7 +220,7 @@ def test_nan_and_infinity_go_through_the_gate():
     y[0, 1], y[1, 6], y[2, 2] = np.nan, np.nan, np.inf
     assert np.isnan(kernels.exp(f32(np.nan)))
     out, scale = np.empty((3, 4), f32), np.empty(3, f32)
-    kernels.gate(y, one, np.zeros(8, f32), np.ones(4, f32), out, scale)
+    kernels.gate(y, one, np.zeros(8, f32), ALONE, np.ones(4, f32), out, scale)
     assert not np.isfinite(scale).any()
 
 
@@ -199,7 +231,7 @@ def test_a_nan_is_seen_by_those_who_look_at_it():
     how, size = attention(0, 3, 2, 2, 16, 9, 16, False, among)
     how[1][0] = np.nan
     out, scale = np.empty((3, size), f32), np.empty(3, f32)
-    kernels.attend(*how, np.ones(size, f32), out, scale)
+    kernels.attend(*how, ALONE, np.ones(size, f32), out, scale)
     assert np.isnan(scale).tolist() == [True, False, True] and np.isfinite(out[1]).all()
 
 
@@ -216,10 +248,10 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path):
 
 TWICE = """
 import numpy as np
-from test_kernels import attention, kernels
+from test_kernels import ALONE, attention, kernels
 how, size = attention(0, 3, 2, 2, 16, 150, 16, False)
 out, scale = np.empty((3, size), np.float32), np.empty(3, np.float32)
-kernels.attend(*how, np.ones(size, np.float32), out, scale)
+kernels.attend(*how, ALONE, np.ones(size, np.float32), out, scale)
 print(out.tobytes().hex(), sum(kernels.attend.stats.cache_hits.values()))
 """
 

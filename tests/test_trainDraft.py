@@ -77,6 +77,58 @@ def shards(target_folder, tmp_path_factory):
     return Path(f"{out}.work") / "samples"
 
 
+# ---------------------------------------------------------------------------------------------- what is asked
+
+TEMPLATE = ("<s> {% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}"
+            "{% if add_generation_prompt %}w3 {% endif %}")
+
+
+def chat_arguments(folder, tmp_path, *chat):
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"question": " ".join(TEXT.split()[i:i + n])})
+                                                    for i, n in enumerate((5, 9, 20, 21, 22, 60))))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    return trainDraft.parse(["--target", str(folder), "--out", str(tmp_path / "draft"), "--steps", "1", "--chat",
+                             *chat, "--sample-rows", "30", "--prompt-limit", "5"]), tokenizer
+
+
+def test_chat_prompts_are_the_templates_and_their_ends_are_whole(target_folder, tmp_path):
+    args, tokenizer = chat_arguments(target_folder, tmp_path, str(tmp_path / "asked.jsonl"))
+    asked, = trainDraft.load_sources(args, tokenizer)
+    assert asked.name == "asked.jsonl (chat)" and sorted(asked.lengths) == [9, 13, 24, 25, 26]  # four around; 5 rows
+    rng = np.random.default_rng(0)
+    for n in range(40):
+        near = [length for length in asked.lengths if n <= length < n + trainDraft.CUT]
+        assert asked.has(n) == (n > 4 and bool(near))
+        for _ in range(5 if asked.has(n) else 0):
+            prompt = asked.draw(n, rng).tolist()
+            found = [tokenizer.apply_chat_template([{"role": "user", "content": json.loads(line)["question"]}],
+                                                   add_generation_prompt=True, return_dict=False)
+                     for line in (tmp_path / "asked.jsonl").read_text().split("\n")]
+            assert len(prompt) == n and prompt[:2] == found[0][:2]
+            assert any(prompt[2:] == whole[2 + len(whole) - n:] for whole in found)
+
+
+def test_texts_are_asked_about(target_folder, tmp_path):
+    args, tokenizer = chat_arguments(target_folder, tmp_path, f"{target_folder / 'text.txt'}=0.5",
+                                     str(tmp_path / "asked.jsonl"))
+    requests = list(trainDraft.asked_about("Abacus beetle castle dragon " * 60, 300))
+    assert len(requests) == 300 and len(set(requests)) > 200 and list(trainDraft.asked_about("")) == []
+    assert not any(mark in request for request in requests for mark in "{}")
+    assert requests == list(trainDraft.asked_about("Abacus beetle castle dragon " * 60, 300))
+    prompts, names, temperatures, n_new = trainDraft.draw_prompts(
+        trainDraft.load_sources(args, tokenizer), args, np.random.default_rng(1))
+    assert prompts.shape[0] == 30 and {"text.txt (chat)"} <= set(names) and (prompts[:, -1] == 6).all()  # w3
+
+
+def test_without_a_chat_template_it_says_so(target_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "sample", "--chat",
+                                  str(target_folder / "text.txt")))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and "--chat" in error and "no chat template" in error
+
+
 # ------------------------------------------------------------------------------------------------- teacher
 
 def test_samples_carry_the_targets_law_and_end_at_a_stop(target):
@@ -407,6 +459,7 @@ def test_a_damaged_shard_is_named(shards, tmp_path, content):
     (["--steps", "2", "--target", "absent-model"], "absent-model"),
     (["--steps", "2", "--only", "train"], "no teacher shards"),
     (["--nonsense"], "--nonsense"),
+    (["--steps", "2", "--chat", "absent.jsonl"], "no such file: absent.jsonl"),
     (["--steps", "2", "--text", __file__ + "=0"], "--text"),
 ])
 def test_bad_input_ends_in_one_line(target_folder, tmp_path, monkeypatch, capsys, flags, message):

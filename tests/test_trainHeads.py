@@ -257,13 +257,41 @@ def test_medusa2_that_was_stopped_goes_on_as_if_it_had_not(target_folder, work, 
         assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
+@pytest.mark.parametrize("kind", sorted(trainHeads.KINDS))
+def test_a_trained_head_goes_on(target_folder, work, tmp_path, kind):  # noqa: F811
+    common = ["--only", "train", "--kind", kind, "--teacher", str(work / "samples"), "--results", str(tmp_path)]
+    assert run(target_folder, tmp_path / "one", *common, "--out", str(tmp_path / "one"), "--steps", "3", "--option",
+               *SMALL[kind]) == 0
+    first, kept = state_of(tmp_path / "one"), (tmp_path / "one" / "README.md").read_text()
+    assert run(target_folder, tmp_path / "two", *common, "--out", str(tmp_path / "two"), "--steps", "1", "--vocab",
+               "30", "--lr", "1e-9", "--start", str(tmp_path / "one")) == 0
+    second = state_of(tmp_path / "two")
+    assert all(torch.allclose(first[name].float(), second[name].float(), atol=1e-6) for name in first)  # 40 ids, too
+    assert run(target_folder, tmp_path / "two", *common, "--out", str(tmp_path / "two"), "--steps", "3", "--start",
+               str(tmp_path / "one")) == 0
+    third = state_of(tmp_path / "two")
+    assert any(not torch.equal(second[name], third[name]) for name in second)
+    assert first.keys() == third.keys()
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert "went on from another head, whose card is `start.md`" in card
+    assert (tmp_path / "two" / "start.md").read_text() == kept
+
+
+def test_a_head_of_another_kind_does_not_go_on(target_folder, work, medusa, tmp_path, capsys):  # noqa: F811
+    with pytest.raises(SystemExit) as end:
+        run(target_folder, tmp_path, "--only", "train", "--teacher", str(work / "samples"), "--out",
+            str(tmp_path / "x"), "--steps", "1", "--start", str(medusa))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "of kind medusa" in error and "--kind eagle" in error
+
+
 def test_medusa2_refuses_a_head_of_another_kind(target_folder, work, tmp_path, capsys):  # noqa: F811
     assert run(target_folder, work, "--only", "train", "--steps", "1", "--out", str(tmp_path / "head"), "--option",
                *SMALL["eagle"], "--results", str(tmp_path), "--work", str(tmp_path), "--teacher",
                str(work / "samples")) == 0
     with pytest.raises(SystemExit):
         joint(target_folder, work, tmp_path / "head", tmp_path / "two", "--steps", "1")
-    assert "one of kind eagle" in capsys.readouterr().err
+    assert "a head of kind eagle" in capsys.readouterr().err
 
 
 def test_what_is_given_now_counts_when_a_run_goes_on(target_folder, work, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -468,6 +496,8 @@ def test_a_command_without_target_or_shards_is_not_noted(target_folder, tmp_path
     (["--only", "train", "--out", "x", "--steps", "2", "--depths", "0"], "--depths"),
     (["--only", "train", "--out", "x", "--steps", "2", "--vocab", "-1"], "--vocab"),
     (["--kind", "hydra"], "hydra"),
+    (["--only", "train", "--out", "x", "--steps", "2", "--start", "y", "--option", "heads=2"], "--option"),
+    (["--only", "train", "--out", "x", "--steps", "2", "--start", "nowhere"], "nowhere"),
 ])
 def test_bad_input_is_one_line_and_status_2(target_folder, work, tmp_path, monkeypatch, capsys, flags,  # noqa: F811
                                             said):
