@@ -645,7 +645,8 @@ class Int8Product:
     """An Int8Linear behind a kernel that makes its levelled rows."""
 
     def __init__(self, linear: Int8Linear):
-        self.product, self.shrink = without_python(linear.product), linear.shrink.numpy()
+        self.product = without_python(linear.product).forward  # past what a module's own call looks for, 1.5 us
+        self.shrink = linear.shrink.numpy()
         self.bias = (torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()).numpy()
 
     def __call__(self, room: tuple, kernel, *inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
