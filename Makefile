@@ -6,7 +6,7 @@
 # Variables: PYTHON=python3.12   BENCH_FLAGS="--maxLen 100"   DATA_FLAGS="--from ../shared/data"
 
 PYTHON ?= python3
-BENCH_FLAGS ?= --maxLen 128 --n-prompts 6 --ppl-tokens 8000
+BENCH_FLAGS ?= --maxLen 128 --n-prompts 4 --ppl-tokens 6000
 DATA_FLAGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cachedModel import cache_argument, empty_cache
-from downloadData import read_prompts, read_text
+from downloadData import read_prompts, read_text, spread
 from heads import distillation_loss
 from loadModel import FREQUENT_FILE, load_model, load_tokenizer
 from metrics import Column, Results, as_script, run_meta
@@ -781,12 +782,13 @@ def held_out(args, tokenizer, load_target, folder):
     """Held-out prompts with the target's greedy float32 continuations, kept in `folder` for the next time.
 
     A list of {"source", "prompt": length, "ids"}. `--held-out FILE=GROUP` names the source; the files of one
-    group share its prompts.
+    group share its prompts. Questions of --held-chat are whole, in the chat format.
     """
     files = [(Path(name), group or Path(name).name)
              for name, _, group in (spec.partition("=") for spec in args.held_out)]
     shape = [args.held_prompts, args.held_prompt_tokens, args.held_new, args.prompt_limit]
-    key = json.dumps([Path(args.target).name, [[p.name, p.stat().st_size, g] for p, g in files], shape])
+    key = json.dumps([Path(args.target).name, [[p.name, p.stat().st_size, g] for p, g in files], shape,
+                      *args.held_chat])
     path = folder / f"held-out-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -795,8 +797,14 @@ def held_out(args, tokenizer, load_target, folder):
         windows = held_windows(file, -(-args.held_prompts // groups[group]), args.held_prompt_tokens,
                                tokenizer, args.prompt_limit)
         prompts, sources = prompts + windows, sources + [group] * len(windows)
+    for name, _, group in (spec.partition("=") for spec in args.held_chat):
+        before, behind = (part.tolist() for part in chat_frame(tokenizer))
+        asked = [tokenizer(text, add_special_tokens=False).input_ids
+                 for text, _ in spread(read_prompts(name), args.held_prompts)]
+        prompts += [before + ids + behind for ids in asked]
+        sources += [f"{group or Path(name).name} (chat)"] * len(asked)
     if not prompts:
-        raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out")
+        raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out, --held-chat")
     rows = greedy_rows(load_target(torch.float32), prompts, sources, args.held_new)
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -806,12 +814,17 @@ def held_out(args, tokenizer, load_target, folder):
 
 
 def greedy_rows(model, prompts, sources, n_new):
-    rows = []
-    for at in tqdm(range(0, len(prompts), 24), desc="greedy continuations", unit="batch"):
-        part = torch.tensor(prompts[at:at + 24])
+    """Prompts [list of ids] with n_new greedy tokens each, in batches of one length: see held_out."""
+    rows, bar = [], tqdm(total=len(prompts), desc="greedy continuations", unit="row")
+    while len(rows) < len(prompts):
+        at = len(rows)
+        alike = takewhile(lambda prompt: len(prompt) == len(prompts[at]), prompts[at:at + 24])
+        part = torch.tensor(list(alike))
         ids, _, _, length, _ = sample_batch(model, part, torch.zeros(len(part)), n_new, 1, None, stop_ids(model))
         rows += [{"source": source, "prompt": part.shape[1], "ids": row[:n].tolist()}
                  for source, row, n in zip(sources[at:], ids, length)]
+        bar.update(len(part))
+    bar.close()
     return rows
 
 
@@ -987,6 +1000,8 @@ def add_data_flags(p):
     p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
     p.add_argument("--top-k", type=int, default=TOP_K)
     p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
+    p.add_argument("--held-chat", nargs="+", default=[], help="files of questions for evaluation in the chat format, "
+                   "FILE or FILE=GROUP; FILE:CATEGORY takes one category")
     p.add_argument("--held-prompts", type=int, default=HELD_PROMPTS, help="prompts a group")
     p.add_argument("--held-prompt-tokens", type=int, default=HELD_PROMPT_TOKENS)
     p.add_argument("--held-new", type=int, default=HELD_NEW)
@@ -1041,8 +1056,8 @@ def check(args):
         raise ValueError("give --out FOLDER (to train) or --evaluate FOLDER")
     if not args.results.is_dir():
         raise ValueError(f"--results {args.results} is not a folder: make it first")
-    if args.evaluate and not args.held_out:
-        raise ValueError("--evaluate needs --held-out FILE...")
+    if args.evaluate and not (args.held_out or args.held_chat):
+        raise ValueError("--evaluate needs --held-out FILE... or --held-chat FILE...")
     for flag in ("threads", "sample_rows", "top_k", "hidden", "intermediate", "layers", "heads", "batch_rows",
                  "held_prompts", "held_prompt_tokens", "held_new", "positions"):
         if getattr(args, flag) < 1:
@@ -1072,6 +1087,8 @@ def check_files(args):
     for spec in args.held_out:
         if not Path(spec.partition("=")[0]).is_file():
             raise ValueError(f"no such file: {spec.partition('=')[0]}")
+    for spec in args.held_chat:
+        read_prompts(spec.partition("=")[0])
     weights = [split_weight(spec)[1] for spec in args.text + args.prompts + args.chat + args.samples]
     if weights and not 0 < sum(weights) < math.inf:
         raise ValueError("the weights of --text, --prompts, --chat and --samples need a sum above 0")
@@ -1110,7 +1127,7 @@ def main(argv):
     if args.only in (None, "score"):
         score_texts(args, load_target(teacher_type), tokenizer, teacher)
     if args.only in (None, "train"):
-        held = held_out(args, tokenizer, load_target, work) if args.held_out else None
+        held = held_out(args, tokenizer, load_target, work) if args.held_out or args.held_chat else None
         shards, student = Shards(teacher), make_student(args, load_target(torch.float32))
         state = train(args, student, shards, work, held)
         export(args, student, tokenizer)

@@ -476,8 +476,8 @@ def check(args):
         raise ValueError("give --steps N or --minutes M above 0")
     if not args.results.is_dir():
         raise ValueError(f"--results {args.results} is not a folder: make it first")
-    if args.evaluate and not args.held_out:
-        raise ValueError("--evaluate needs --held-out FILE...")
+    if args.evaluate and not (args.held_out or args.held_chat):
+        raise ValueError("--evaluate needs --held-out FILE... or --held-chat FILE...")
     if args.start and (args.joint or args.option):
         raise ValueError("--start takes the shape of a trained head: leave --option out; --joint goes on from --out")
     if args.joint and (args.kind != "medusa" or not args.held_out):
@@ -534,7 +534,8 @@ def prepare(args):
 
 
 def held_rows(args, target, work):
-    rows = held_out(args, load_tokenizer(args.target), lambda _: target, work) if args.held_out else []
+    given = args.held_out or args.held_chat
+    rows = held_out(args, load_tokenizer(args.target), lambda _: target, work) if given else []
     return with_features(target, rows)
 
 

@@ -121,6 +121,21 @@ def test_texts_are_asked_about(target_folder, tmp_path):
     assert prompts.shape[0] == 30 and {"text.txt (chat)"} <= set(names) and (prompts[:, -1] == 6).all()  # w3
 
 
+def test_held_questions_are_whole_in_the_chat_format(target_folder, target, tmp_path):
+    args, tokenizer = chat_arguments(target_folder, tmp_path, str(tmp_path / "asked.jsonl"))
+    args.held_chat, args.held_prompts, args.held_new = [f"{tmp_path / 'asked.jsonl'}=asked"], 4, 7
+    args.held_out, args.held_prompt_tokens = [f"{target_folder / 'held.txt'}=text"], 8
+    rows = trainDraft.held_out(args, tokenizer, lambda _: target, tmp_path)
+    assert [row["source"] for row in rows] == ["text"] * 4 + ["asked (chat)"] * 4
+    assert [row["prompt"] for row in rows] == [8] * 4 + [9, 24, 25, 64]  # of 5, 9, 20, 21, 22, 60 words, spread
+    for row in rows:
+        alone = target.generate(torch.tensor([row["ids"][:row["prompt"]]]), max_new_tokens=7, do_sample=False)
+        assert row["ids"] == alone[0].tolist()
+    assert rows == trainDraft.held_out(args, tokenizer, None, tmp_path)  # kept
+    args.held_chat = []
+    assert len(trainDraft.held_out(args, tokenizer, lambda _: target, tmp_path)) == 4
+
+
 def test_without_a_chat_template_it_says_so(target_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "sample", "--chat",
@@ -478,6 +493,7 @@ def test_a_damaged_shard_is_named(shards, tmp_path, content):
     (["--steps", "2", "--only", "train"], "no teacher shards"),
     (["--nonsense"], "--nonsense"),
     (["--steps", "2", "--chat", "absent.jsonl"], "no such file: absent.jsonl"),
+    (["--steps", "2", "--held-chat", "absent.jsonl=x"], "absent.jsonl"),
     (["--steps", "2", "--text", __file__ + "=0"], "--text"),
 ])
 def test_bad_input_ends_in_one_line(target_folder, tmp_path, monkeypatch, capsys, flags, message):
