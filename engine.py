@@ -666,7 +666,7 @@ def norm_arguments(norm: nn.Module) -> tuple:
 
 class Int8Llama:
     """The layer of a LlamaBlock by kernels. Called with the rooms of its products, with x [n, d], the residual
-    stream, which it adds to, and with what kernels.attend is told, from the rotary tables on."""
+    stream, which it adds to, and with what kernels.attend is told, from the rotary tables to the team."""
 
     def __init__(self, block: LlamaBlock):
         self.products = [Int8Product(linear) for linear in (block.qkv, block.o, block.gate_up, block.down)]

@@ -105,7 +105,8 @@ ENOUGH = 200  # rows times columns of an attention from which on more than one t
 @functools.cache
 def team(threads):
     """What `together` takes, for as many threads. They are those that torch's own operations run on, which wait for
-    work there already: threads of another pool would take the cores from them. One thread where torch has no OpenMP."""
+    work there already: threads of another pool would take the cores from them. One thread where torch's OpenMP is not
+    found."""
     try:
         parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
         parallel = ctypes.cast(parallel, ctypes.c_void_p).value
@@ -238,13 +239,18 @@ def attend(y, scale, bias, where, cos, sin, columns, start, among, team, shrink,
     to head. cos, sin [n, turned / 2]: rotary tables. among [n, n]: 0 where a new row sees a new row; all see the
     columns before `start`. team: see team.
     """
-    n, size = y.shape[0], columns.shape[3]
+    n, kv_heads, size = y.shape[0], columns.shape[1], columns.shape[3]
     take_apart(y, scale, bias, where, cos, sin, out.shape[1] // size, columns, start)
-    told = np.empty(14, np.int64)
-    told[:6] = 0, n, y.shape[1], out.shape[1], start, columns.shape[1]
-    told[6:10] = columns.shape[2], size, where[0, 0], where[0, 1]
-    told[10], told[11], told[12], told[13] = y.ctypes.data, columns.ctypes.data, among.ctypes.data, out.ctypes.data
-    together(team, OF_ATTEND, told, n * (start + n) > ENOUGH)
+    many = n * (start + n) > ENOUGH and n * kv_heads > 1
+    threads = team[THREADS] if many else 1
+    seen, score = np.empty((threads, start + n), np.int32), np.empty((threads, 3, start + n), np.float32)
+    told = np.empty(17, np.int64)
+    told[:7] = 0, 0, n, y.shape[1], out.shape[1], start, kv_heads
+    told[7:11] = columns.shape[2], size, where[0, 0], where[0, 1]
+    told[11], told[12], told[13], told[14] = y.ctypes.data, columns.ctypes.data, among.ctypes.data, out.ctypes.data
+    told[15], told[16] = seen.ctypes.data, score.ctypes.data
+    together(team, OF_ATTEND, told, many)
+    told[1] = seen.size + score.size  # they must live until here
     for i in range(n):
         level(out[i], shrink, out_scale, i)
 
@@ -268,14 +274,17 @@ def take_apart(y, scale, bias, where, cos, sin, heads, columns, start):
 
 
 def share_of_attend(told):
-    """What a thread does of `attend`: for a row, the queries that share a key."""
-    t = carray(pointer(told, np.int64(0)), 14)
-    n, width, d, start, kv_heads, capacity, size, first, apart = t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9]
-    y, out = carray(pointer(t[10], f32(0)), (n, width)), carray(pointer(t[13], f32(0)), (n, d))
-    columns = carray(pointer(t[11], f32(0)), (2, kv_heads, capacity, size))
-    among = carray(pointer(t[12], f32(0)), (n, n))
+    """What a thread does of `attend`: for a row, the queries that share a key. Besides tasks it claims its own room for
+    scores: nothing here may raise, since Python, which would be told, waits for all threads."""
+    t = carray(pointer(told, np.int64(0)), 17)
+    n, width, d, start, kv_heads, capacity, size, first, apart = t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]
+    y, out = carray(pointer(t[11], f32(0)), (n, width)), carray(pointer(t[14], f32(0)), (n, d))
+    columns = carray(pointer(t[12], f32(0)), (2, kv_heads, capacity, size))
+    among = carray(pointer(t[13], f32(0)), (n, n))
+    me, row, count = claim(told + 8), np.int64(-1), start
+    seen = carray(pointer(t[15] + me * (start + n) * 4, np.int32(0)), start + n)
+    score = carray(pointer(t[16] + me * (start + n) * 12, f32(0)), (3, start + n))
     group = d // size // kv_heads
-    seen, score, row, count = np.empty(start + n, np.int32), np.empty((3, start + n), np.float32), np.int64(-1), start
     for c in range(start):
         seen[c] = c
     task = claim(told)

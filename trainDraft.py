@@ -33,7 +33,8 @@ TOP_K = 16                                       # teacher log-probabilities kep
 SAMPLE_ROWS = 128
 TEMPERATURES = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))               # (temperature, share of the rows)
 SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))   # (prompt, new, share)
-ASKS, CUT = 4000, 8                              # requests made of a text; first words that a question may lose
+ASKS = 4000                                      # requests that are made of a text
+CUT, DISTINCT = 8, 8                             # a question loses fewer first tokens; questions that a length needs
 ASK_FORMS = (
     "{passage}\n\nSummarize the text above.", "Summarize this: {passage}", "{passage}\n\nWhat is this text about?",
     "Answer with the help of the text.\n\nText: {passage}\n\nQuestion: what does it say about {0}?",
@@ -75,7 +76,7 @@ HELD_PROMPTS, HELD_PROMPT_TOKENS, HELD_NEW = 24, 64, 128
 # ---------------------------------------------------------------------------------------------------- data
 
 class Source:
-    """Prompts of one file: windows of a text, or the heads of separate documents."""
+    """Prompts of one file: windows of a text, or of separate documents the heads (their ends: Chat)."""
 
     def __init__(self, name, documents, weight, whole):
         self.name, self.weight, self.whole = name, weight, whole
@@ -98,44 +99,52 @@ class Source:
 
 
 class Chat(Source):
-    """Questions in the target's chat format, `before` and `behind` being what stands around the user's words."""
+    """Questions in the target's chat format: all of them begin with the ids `frame`[0] and end with `frame`[1]."""
 
-    def __init__(self, name, questions, weight, before, behind):
+    def __init__(self, name, questions, weight, frame):
         super().__init__(name, questions, weight, whole=True)
-        self.before, self.behind = before, behind
-        self.lengths += len(before) + len(behind)
+        self.before, self.behind = frame
 
     def near(self, n):
+        """The questions of n tokens and few more."""
         return np.flatnonzero((self.lengths >= n) & (self.lengths < n + CUT))
 
     def has(self, n):
-        return n > len(self.before) + len(self.behind) and len(self.near(n)) > 0
+        # A batch has one n, and many rows of one question would be one and the same.
+        return n > self.before + self.behind and len(self.near(n)) >= min(DISTINCT, len(self.lengths))
 
     def draw(self, n, rng):
-        """One prompt of n ids. Its end must be there, as the answer follows it: what is too long loses first words."""
-        question = self.documents[rng.choice(self.near(n))]
-        return np.concatenate((self.before, question[len(self.before) + len(self.behind) - n:], self.behind))
+        """One prompt of n ids. Its end must be there, as the answer follows it: what is too long loses first tokens of
+        the user's."""
+        ids = self.documents[rng.choice(self.near(n))]
+        return np.concatenate((ids[:self.before], ids[len(ids) - n + self.before:]))
 
 
-def chat_frame(tokenizer):
-    """The ids around the words of a user who asks, in the chat format. Raises ValueError if there is none."""
+def in_chat_format(tokenizer, questions):
+    """The ids of each question as the user's turn, with what makes the model answer; and how many ids, the same for
+    all, stand before and behind the user's words. Raises ValueError if there is no chat format."""
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template: leave --chat out, or take an instruct model")
-    mark = "\x00"
-    turn = [{"role": "user", "content": mark}]
-    parts = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False).split(mark)
-    return [np.array(tokenizer(part, add_special_tokens=False).input_ids, np.int32) for part in parts]
+    rows = [tokenizer.apply_chat_template([{"role": "user", "content": question.strip()}], add_generation_prompt=True,
+                                          return_dict=False) for question in questions]
+    shortest = min(map(len, rows), default=1) - 1  # a token of the user's is left
+    alike = [list(takewhile(lambda ids: len(set(ids)) == 1, zip(*part)))
+             for part in (rows, [row[::-1] for row in rows])]
+    before = min(len(alike[0]), shortest)
+    return rows, (before, min(len(alike[1]), shortest - before))
 
 
 def asked_about(text, n=ASKS):
     """n requests about passages and words of a text, by ASK_FORMS: for want of a set of what people ask."""
     rng = np.random.default_rng(0)
     words = text.split()
-    names = np.array([word for word in words if word.isalpha() and len(word) > 5] or words)
+    names = [word for word in words if word.isalpha() and 5 < len(word) < 20] or words
     for _ in range(n if words else 0):
         size = int(rng.integers(12, 200))
         start = int(rng.integers(0, max(len(words) - size, 0) + 1))
-        yield rng.choice(ASK_FORMS).format(*rng.choice(names, 3), passage=" ".join(words[start:start + size]))
+        form = ASK_FORMS[rng.integers(len(ASK_FORMS))]
+        three = (names[i] for i in rng.integers(len(names), size=3))
+        yield form.format(*three, passage=" ".join(words[start:start + size]))
 
 
 def split_weight(spec):
@@ -161,12 +170,12 @@ def text_sources(args, tokenizer):
 def chat_sources(args, tokenizer):
     """What is asked in the chat format: the questions of JSON lines, or requests about any other text."""
     for path, weight in map(split_weight, args.chat):
-        if path.name.removesuffix(".gz").endswith(".jsonl"):
+        if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
             questions = [text for text, _ in read_prompts(path)[:args.prompt_limit]]
         else:
             questions = asked_about(prose(path))
-        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in questions]
-        yield Chat(f"{path.name} (chat)", ids, weight, *chat_frame(tokenizer))
+        rows, frame = in_chat_format(tokenizer, questions)
+        yield Chat(f"{path.name} (chat)", rows, weight, frame)
 
 
 def given_samples(path):
@@ -324,14 +333,13 @@ def stop_ids(model):
 
 def draw_prompts(sources, args, rng):
     """Prompts for one batch: (ids [B, n], names [B], temperatures [B], new tokens)."""
-    for _ in range(100):  # lengths: a chat format is longer than the shortest of them
-        (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
-        n = int(rng.integers(low, high + 1))
-        able = [source for source in sources if source.weight and source.has(n)]
-        if able:
-            break
-    else:
-        raise ValueError(f"no text of {n} tokens to cut prompts from; see --text, --prompts, --chat, --samples")
+    (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
+    lengths = [n for n in range(low, high + 1) if any(source.weight and source.has(n) for source in sources)]
+    if not lengths:
+        raise ValueError(f"no text of {low} to {high} tokens to cut prompts from; see --text, --prompts, --chat, "
+                         "--samples")
+    n = rng.choice(lengths)
+    able = [source for source in sources if source.weight and source.has(n)]
     share = np.array([s.weight for s in able]) / sum(s.weight for s in able)
     drawn = [able[i] for i in rng.choice(len(able), args.sample_rows, p=share)]
     prompts, names = [source.draw(n, rng) for source in drawn], [source.name for source in drawn]
@@ -664,7 +672,7 @@ def schedule(step, progress, warmup, decay):
 
 
 class InFloat32(TorchFunctionMode):
-    """Inside, nothing becomes bfloat16. torch's Muon orthogonalises in that type, for which a CPU without its
+    """Inside, Tensor.bfloat16 leaves float32 as it is. torch's Muon orthogonalises in that type, for which a CPU without its
     instructions takes ten times as long as all the rest of a training step."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -798,10 +806,8 @@ def held_out(args, tokenizer, load_target, folder):
                                tokenizer, args.prompt_limit)
         prompts, sources = prompts + windows, sources + [group] * len(windows)
     for name, _, group in (spec.partition("=") for spec in args.held_chat):
-        before, behind = (part.tolist() for part in chat_frame(tokenizer))
-        asked = [tokenizer(text, add_special_tokens=False).input_ids
-                 for text, _ in spread(read_prompts(name), args.held_prompts)]
-        prompts += [before + ids + behind for ids in asked]
+        asked, _ = in_chat_format(tokenizer, [text for text, _ in spread(read_prompts(name), args.held_prompts)])
+        prompts += asked
         sources += [f"{group or Path(name).name} (chat)"] * len(asked)
     if not prompts:
         raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out, --held-chat")
@@ -994,7 +1000,7 @@ def add_data_flags(p):
     p.add_argument("--chat", nargs="+", default=[], help="questions (JSON lines), or any text to ask about, in the "
                    "target's chat format, FILE or FILE=WEIGHT")
     p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
-    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts file not held out")
+    p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts or chat file not held out")
     p.add_argument("--sample-tokens", type=int, default=1_500_000)
     p.add_argument("--sample-rows", type=int, default=SAMPLE_ROWS)
     p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
@@ -1076,8 +1082,9 @@ def check(args):
 
 
 def check_files(args):
-    """Raise ValueError for texts, prompts, samples or held-out files that are not there, or weights that cannot be."""
-    for spec in args.text + args.prompts + args.chat + args.samples:
+    """Raise ValueError for files of texts, prompts and the like that are not there, or weights that cannot be."""
+    given = args.text + args.prompts + args.chat + args.samples
+    for spec in given:
         try:
             path, weight = split_weight(spec)
         except ValueError:
@@ -1089,7 +1096,7 @@ def check_files(args):
             raise ValueError(f"no such file: {spec.partition('=')[0]}")
     for spec in args.held_chat:
         read_prompts(spec.partition("=")[0])
-    weights = [split_weight(spec)[1] for spec in args.text + args.prompts + args.chat + args.samples]
+    weights = [split_weight(spec)[1] for spec in given]
     if weights and not 0 < sum(weights) < math.inf:
         raise ValueError("the weights of --text, --prompts, --chat and --samples need a sum above 0")
 

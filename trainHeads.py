@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from heads import load_head, save_head
+from heads import load_head, read_config, save_head
 from loadModel import load_tokenizer
 from medusa import calibrate, expected_length, joint_parameters, sparse_tree
 from metrics import Column, as_script
@@ -153,12 +153,17 @@ def values_of(flag, options, function):
     return values
 
 
+def check_kind(folder, kind):
+    """Raises ValueError unless there is a head of that kind."""
+    found = read_config(folder)["kind"]
+    if found != kind:
+        raise ValueError(f"{folder} holds a head of kind {found}, which cannot go on as --kind {kind}")
+
+
 def trained_head(folder, args, target):
-    """The head in `folder`, to be trained on. Raises ValueError for one of another kind."""
-    head = load_head(folder, target, KINDS)
-    if head.kind != args.kind:
-        raise ValueError(f"{folder} holds a head of kind {head.kind}, which cannot go on as --kind {args.kind}")
-    head.requires_grad_(True)
+    """The head in `folder`, to be trained on."""
+    check_kind(folder, args.kind)
+    head = load_head(folder, target, KINDS).requires_grad_(True)
     head.out.requires_grad_(False)  # these rows are the target's, and no part of what is saved
     return head
 
@@ -167,17 +172,20 @@ def make_head(args, target, shards):
     """A new head of that kind, bound to the target, its vocabulary cut to the most frequent ids of the shards; or the
     one in --start."""
     torch.manual_seed(args.seed)
-    if args.start:
-        return trained_head(args.start, args, target)
+    head = trained_head(args.start, args, target) if args.start else new_head(args, target, shards)
+    longest = max(args.context, args.held_prompt_tokens + args.held_new if args.held_out else 0)
+    if head.config.get("limit", longest) < longest:
+        raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-new)")
+    return head
+
+
+def new_head(args, target, shards):
     weight = target.get_output_embeddings().weight
     kept = args.vocab if 0 < args.vocab < weight.shape[0] else 0
     try:
         head = KINDS[args.kind](weight.shape[1], weight.shape[0], kept, **args.options)
     except ValueError as error:
         raise ValueError(f"--option {' '.join(args.option)}: {error}") from None
-    longest = max(args.context, args.held_prompt_tokens + args.held_new if args.held_out else 0)
-    if head.config.get("limit", longest) < longest:
-        raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-new)")
     head.bind(target, shards.frequent(kept, weight.shape[0]).sort().values if kept else None)
     head.start(tied=weight.data_ptr() == target.get_input_embeddings().weight.data_ptr())
     return head
@@ -414,10 +422,12 @@ def write_card(args, head, shards, state, figures, work, notes):
 
 def started_from(args):
     """What the card says of --start: its own card, which tells what it was made of, is kept beside the new one."""
-    card = args.start / "README.md"
-    if card.exists():
+    card, kept = args.start / "README.md", args.out / "start.md"
+    again = args.start.resolve() == args.out.resolve() and kept.exists()  # the run goes on: the card is its own
+    if card.exists() and not again:
+        earlier = [path for path in (card, args.start / "start.md") if path.exists()]
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "start.md").write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
+        kept.write_text("\n\n".join(path.read_text(encoding="utf-8") for path in earlier), encoding="utf-8")
     return [f"Training went on from another head{', whose card is `start.md`' if card.exists() else ''}; the figures "
             "here are of what followed."]
 
@@ -453,7 +463,7 @@ def parse(argv):
     p.add_argument("--only", choices=("sample", "score", "features", "train"), help="only this stage")
     p.add_argument("--option", nargs="+", default=[], help="NAME=VALUE of the head's constructor, e.g. copying=false")
     p.add_argument("--loss", nargs="+", default=[], help="NAME=VALUE of the head's loss, e.g. feature_weight=0.1")
-    p.add_argument("--start", type=Path, help="go on from the weights of this trained head, in place of new ones")
+    p.add_argument("--start", type=Path, help="go on from the weights (and the vocabulary) of this trained head, not from new ones")
     p.add_argument("--joint", type=Path, help="Medusa-2: train the target too, into this folder, from a trained --out")
     p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     add_data_flags(p)
@@ -480,6 +490,8 @@ def check(args):
         raise ValueError("--evaluate needs --held-out FILE... or --held-chat FILE...")
     if args.start and (args.joint or args.option):
         raise ValueError("--start takes the shape of a trained head: leave --option out; --joint goes on from --out")
+    if args.start:
+        check_kind(args.start, args.kind)
     if args.joint and (args.kind != "medusa" or not args.held_out):
         raise ValueError("--joint goes with --kind medusa and --held-out FILE..., on which the drift is measured")
     for flag in ("threads", "sample_rows", "top_k", "batch_rows", "held_prompts", "held_prompt_tokens", "held_new",
@@ -554,7 +566,8 @@ def train_and_ship(args, work):
     else:
         head = make_head(args, target, shards)
         notes += started_from(args) if args.start else []
-        state = train(args, head, shards, work / f"{args.kind}.pt", held)
+        name = f"{args.kind}-from-{args.start.resolve().name}" if args.start else args.kind
+        state = train(args, head, shards, work / f"{name}.pt", held)
     head.eval()
     if args.kind == "medusa":
         notes.append(choose_tree(head, shards, args, target if args.joint else None))

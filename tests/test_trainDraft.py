@@ -92,10 +92,12 @@ def chat_arguments(folder, tmp_path, *chat):
                              *chat, "--sample-rows", "30", "--prompt-limit", "5"]), tokenizer
 
 
-def test_chat_prompts_are_the_templates_and_their_ends_are_whole(target_folder, tmp_path):
+def test_chat_prompts_are_the_templates_and_their_ends_are_whole(target_folder, tmp_path, monkeypatch):
     args, tokenizer = chat_arguments(target_folder, tmp_path, str(tmp_path / "asked.jsonl"))
     asked, = trainDraft.load_sources(args, tokenizer)
     assert asked.name == "asked.jsonl (chat)" and sorted(asked.lengths) == [9, 13, 24, 25, 26]  # four around; 5 rows
+    assert (asked.before, asked.behind) == (2, 2)
+    monkeypatch.setattr(trainDraft, "DISTINCT", 1)
     rng = np.random.default_rng(0)
     for n in range(40):
         near = [length for length in asked.lengths if n <= length < n + trainDraft.CUT]
