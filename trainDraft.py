@@ -672,8 +672,8 @@ def schedule(step, progress, warmup, decay):
 
 
 class InFloat32(TorchFunctionMode):
-    """Inside, Tensor.bfloat16 leaves float32 as it is. torch's Muon orthogonalises in that type, for which a CPU without its
-    instructions takes ten times as long as all the rest of a training step."""
+    """Inside, Tensor.bfloat16 leaves float32 as it is. torch's Muon orthogonalises in that type, for which a CPU
+    without its instructions takes ten times as long as for all the rest of a training step."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.bfloat16:

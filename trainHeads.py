@@ -463,7 +463,7 @@ def parse(argv):
     p.add_argument("--only", choices=("sample", "score", "features", "train"), help="only this stage")
     p.add_argument("--option", nargs="+", default=[], help="NAME=VALUE of the head's constructor, e.g. copying=false")
     p.add_argument("--loss", nargs="+", default=[], help="NAME=VALUE of the head's loss, e.g. feature_weight=0.1")
-    p.add_argument("--start", type=Path, help="go on from the weights (and the vocabulary) of this trained head, not from new ones")
+    p.add_argument("--start", type=Path, help="go on from the weights (and the vocabulary) of this trained head")
     p.add_argument("--joint", type=Path, help="Medusa-2: train the target too, into this folder, from a trained --out")
     p.add_argument("--results", type=Path, default=Path("."), help="folder of results.txt and results.jsonl")
     add_data_flags(p)
