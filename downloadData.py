@@ -234,8 +234,8 @@ def prompt_set(name, tokenizer, n=None, prompt_tokens=None, chat=False):
     for flag, value in (("n", n), ("prompt_tokens", prompt_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be at least 1, not {value}")
-    if chat and not tokenizer.chat_template:
-        raise ValueError("this tokenizer has no chat template: leave --chat out, or take an instruct model")
+    if chat:
+        check_chat(tokenizer)
     if name in TEXTS:
         cut = prompt_tokens or PROMPT_TOKENS
         pieces = [(piece, None) for piece in text_pieces(name, tokenizer, n, cut)]
@@ -259,14 +259,30 @@ def spread(items, n):
     return [items[(2 * i + 1) * len(items) // (2 * n)] for i in range(n)]
 
 
+def check_chat(tokenizer):
+    """Raises ValueError for a tokenizer that has no chat format."""
+    if not tokenizer.chat_template:
+        raise ValueError("this tokenizer has no chat template: leave --chat out, or take an instruct model")
+
+
+def chat_ids(tokenizer, text):
+    """The ids of `text` as the user's turn in the tokenizer's chat format, with what makes the model answer."""
+    turn = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+
+
+def is_json_lines(path):
+    """Whether a file of prompts holds JSON lines, by its name."""
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+
+
 def make_prompt(text, category, source, tokenizer, cut, chat):
     ids = tokenizer(text).input_ids
     if cut is not None and len(ids) > cut:
         ids = ids[:cut]
         text = tokenizer.decode(ids, skip_special_tokens=True)
     if chat:
-        turn = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        ids = chat_ids(tokenizer, text)
     return Prompt(list(ids), text, category, source)
 
 
@@ -304,7 +320,7 @@ def read_prompts(name):
         raise ValueError(f"no prompt set or file '{path}': --prompts takes {', '.join(TEXTS)}, gemma-text or "
                          "a file")
     text = read_text(path).removeprefix("\ufeff")  # the mark that some editors put in front
-    if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+    if is_json_lines(path):
         lines = enumerate(text.split("\n"), 1)
         prompts = [json_prompt(line, f"{path.name}, line {number}") for number, line in lines if line.strip()]
     else:

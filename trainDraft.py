@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from cachedModel import cache_argument, empty_cache
-from downloadData import read_prompts, read_text, spread
+from downloadData import chat_ids, check_chat, is_json_lines, read_prompts, read_text, spread
 from heads import distillation_loss
 from loadModel import FREQUENT_FILE, load_model, load_tokenizer
 from metrics import Column, Results, as_script, run_meta
@@ -99,7 +99,7 @@ class Source:
 
 
 class Chat(Source):
-    """Questions in the target's chat format: all of them begin with the ids `frame`[0] and end with `frame`[1]."""
+    """Questions in the target's chat format. frame: how many ids stand before and behind the user's words."""
 
     def __init__(self, name, questions, weight, frame):
         super().__init__(name, questions, weight, whole=True)
@@ -123,10 +123,8 @@ class Chat(Source):
 def in_chat_format(tokenizer, questions):
     """The ids of each question as the user's turn, with what makes the model answer; and how many ids, the same for
     all, stand before and behind the user's words. Raises ValueError if there is no chat format."""
-    if not tokenizer.chat_template:
-        raise ValueError("this tokenizer has no chat template: leave --chat out, or take an instruct model")
-    rows = [tokenizer.apply_chat_template([{"role": "user", "content": question.strip()}], add_generation_prompt=True,
-                                          return_dict=False) for question in questions]
+    check_chat(tokenizer)
+    rows = [chat_ids(tokenizer, question.strip()) for question in questions]
     shortest = min(map(len, rows), default=1) - 1  # a token of the user's is left
     alike = [list(takewhile(lambda ids: len(set(ids)) == 1, zip(*part)))
              for part in (rows, [row[::-1] for row in rows])]
@@ -170,7 +168,7 @@ def text_sources(args, tokenizer):
 def chat_sources(args, tokenizer):
     """What is asked in the chat format: the questions of JSON lines, or requests about any other text."""
     for path, weight in map(split_weight, args.chat):
-        if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+        if is_json_lines(path):
             questions = [text for text, _ in read_prompts(path)[:args.prompt_limit]]
         else:
             questions = asked_about(prose(path))
@@ -794,9 +792,12 @@ def held_out(args, tokenizer, load_target, folder):
     """
     files = [(Path(name), group or Path(name).name)
              for name, _, group in (spec.partition("=") for spec in args.held_out)]
+    asked = [(f"{group or Path(name).name} (chat)", question)
+             for name, _, group in (spec.partition("=") for spec in args.held_chat)
+             for question, _ in spread(read_prompts(name), args.held_prompts)]
     shape = [args.held_prompts, args.held_prompt_tokens, args.held_new, args.prompt_limit]
     key = json.dumps([Path(args.target).name, [[p.name, p.stat().st_size, g] for p, g in files], shape,
-                      *args.held_chat])
+                      *asked])
     path = folder / f"held-out-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -805,10 +806,9 @@ def held_out(args, tokenizer, load_target, folder):
         windows = held_windows(file, -(-args.held_prompts // groups[group]), args.held_prompt_tokens,
                                tokenizer, args.prompt_limit)
         prompts, sources = prompts + windows, sources + [group] * len(windows)
-    for name, _, group in (spec.partition("=") for spec in args.held_chat):
-        asked, _ = in_chat_format(tokenizer, [text for text, _ in spread(read_prompts(name), args.held_prompts)])
-        prompts += asked
-        sources += [f"{group or Path(name).name} (chat)"] * len(asked)
+    if asked:
+        prompts += in_chat_format(tokenizer, [question for _, question in asked])[0]
+        sources += [source for source, _ in asked]
     if not prompts:
         raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out, --held-chat")
     rows = greedy_rows(load_target(torch.float32), prompts, sources, args.held_new)

@@ -160,9 +160,8 @@ def check_kind(folder, kind):
         raise ValueError(f"{folder} holds a head of kind {found}, which cannot go on as --kind {kind}")
 
 
-def trained_head(folder, args, target):
+def trained_head(folder, target):
     """The head in `folder`, to be trained on."""
-    check_kind(folder, args.kind)
     head = load_head(folder, target, KINDS).requires_grad_(True)
     head.out.requires_grad_(False)  # these rows are the target's, and no part of what is saved
     return head
@@ -172,7 +171,7 @@ def make_head(args, target, shards):
     """A new head of that kind, bound to the target, its vocabulary cut to the most frequent ids of the shards; or the
     one in --start."""
     torch.manual_seed(args.seed)
-    head = trained_head(args.start, args, target) if args.start else new_head(args, target, shards)
+    head = trained_head(args.start, target) if args.start else new_head(args, target, shards)
     longest = max(args.context, args.held_prompt_tokens + args.held_new if args.held_out else 0)
     if head.config.get("limit", longest) < longest:
         raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-new)")
@@ -272,7 +271,7 @@ def train_jointly(args, target, shards, work, held):
     """Medusa-2: head and target together, the head trained before. The target goes to the folder `args.joint`, of which
     alone `args` speaks from here on. Returns (head, the run's state, the held-out rows as this target writes them, its
     drift: dict(tokens, before, after), the perplexity on held-out prompts)."""
-    head = trained_head(args.out, args, target)
+    head = trained_head(args.out, target)
     text = torch.tensor([i for row in held for i in row["ids"][:row["prompt"]]][:PPL_TOKENS])
     before = perplexity(target, text).ppl
     state = train(args, head, shards, work / "medusa2.pt", target=target)
@@ -490,8 +489,6 @@ def check(args):
         raise ValueError("--evaluate needs --held-out FILE... or --held-chat FILE...")
     if args.start and (args.joint or args.option):
         raise ValueError("--start takes the shape of a trained head: leave --option out; --joint goes on from --out")
-    if args.start:
-        check_kind(args.start, args.kind)
     if args.joint and (args.kind != "medusa" or not args.held_out):
         raise ValueError("--joint goes with --kind medusa and --held-out FILE..., on which the drift is measured")
     for flag in ("threads", "sample_rows", "top_k", "batch_rows", "held_prompts", "held_prompt_tokens", "held_new",
@@ -508,6 +505,9 @@ def check(args):
     check_files(args)
     if args.only is None and not args.evaluate and not (args.text or args.prompts or args.chat or args.samples):
         raise ValueError("give the texts to cut prompts from: --text, --prompts, --chat or --samples; or --only train")
+    start = args.out if args.joint and trains else args.start
+    if start:
+        check_kind(start, args.kind)
 
 
 @as_script("trainHeads.py", STOPPED)

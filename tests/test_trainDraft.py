@@ -134,6 +134,9 @@ def test_held_questions_are_whole_in_the_chat_format(target_folder, target, tmp_
         alone = target.generate(torch.tensor([row["ids"][:row["prompt"]]]), max_new_tokens=7, do_sample=False)
         assert row["ids"] == alone[0].tolist()
     assert rows == trainDraft.held_out(args, tokenizer, None, tmp_path)  # kept
+    text = (tmp_path / "asked.jsonl").read_text()
+    (tmp_path / "asked.jsonl").write_text(text.replace("w10", "w11"))  # other questions are other rows
+    assert rows != trainDraft.held_out(args, tokenizer, lambda _: target, tmp_path)
     args.held_chat = []
     assert len(trainDraft.held_out(args, tokenizer, lambda _: target, tmp_path)) == 4
 
@@ -258,7 +261,7 @@ def test_planted_student_copies_before_any_training(hidden, heads, layers):
 
 @pytest.mark.parametrize("shape", [(24, 10), (10, 24)])
 def test_muon_orthogonalises_in_float32(shape):
-    """In bfloat16, as torch has it, a step took 53 s in place of 9 on a CPU without such instructions."""
+    """In bfloat16, as torch has it, a step of EAGLE's took 53 s in place of 6 on a CPU without such instructions."""
     matrix = torch.nn.Parameter(torch.zeros(shape))
     optim = torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
     matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
