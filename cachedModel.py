@@ -9,7 +9,7 @@ keep_path then leaves those of one path, as if it had been fed as a chain.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -320,3 +320,58 @@ def as_cached(model) -> CachedModel:
         return CachedModel(model)
     model.reset()
     return model
+
+
+class CachedBatch:
+    """A causal LM with the caches of many sequences of one length, which grow together: what sampling many prompts
+    side by side takes (trainDraft.py). On engine int8 each sequence has the bits that it has alone; on others they go
+    through transformers' pass together.
+
+    model: the LM. positions: how many there is to be room for. First come the prompts, then a token a sequence.
+    """
+
+    def __init__(self, model, positions: int):
+        self.model, self.positions, self.length = model, positions, 0
+        self.stack = model.lean.stack if str(getattr(model, "engine", "")) == "int8" else None
+        self.cache, self._cache_argument = empty_cache(), cache_argument(model)
+
+    def prompts(self, ids: LongTensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each of ids [B, n] in turn the logits [n, V] behind all its tokens, and hidden [n, d], what the output
+        matrix was given."""
+        self.length = ids.shape[1]
+        if self.stack is None:
+            yield from zip(*self._pass(ids))
+            return
+        kv = self.model.lean.kv_for(self)
+        self.kv = kv.buffer.new_zeros(len(kv.buffer), len(ids), *kv.buffer.shape[1:3], self.positions,
+                                      kv.buffer.shape[-1])
+        for i, prompt in enumerate(ids):
+            kv.buffer = self.kv[:, i]
+            yield self.model.lean(prompt, kv, 0, len(prompt))
+
+    def step(self, ids: LongTensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] and hidden [B, d] behind one more token of each sequence, ids [B]."""
+        self.length += 1
+        if self.stack is None:
+            logits, hidden = self._pass(ids[:, None])
+            return logits[:, 0], hidden[:, 0]
+        hidden = self.stack.next_of_each(ids, self.kv, self.length - 1)
+        return self.stack.head(hidden), hidden
+
+    def keep(self, rows: LongTensor) -> None:
+        """Go on with these sequences only (indices)."""
+        if self.stack is None:
+            self.cache.batch_select_indices(rows)
+        else:
+            self.kv = self.kv[:, rows]
+
+    def _pass(self, ids: LongTensor) -> tuple[Tensor, Tensor]:
+        """transformers' pass over ids [B, n] behind the cache: logits [B, n, V] and hidden [B, n, d]."""
+        seen = []
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda layer, inputs: seen.append(inputs[0]))
+        try:
+            logits = self.model(ids, use_cache=True, **{self._cache_argument: self.cache}).logits
+        finally:
+            hook.remove()
+        return logits, seen[0]

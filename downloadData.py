@@ -271,6 +271,15 @@ def chat_ids(tokenizer, text):
     return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
 
 
+def around_the_user(tokenizer):
+    """What stands before and behind the user's words in the chat format: two lists of ids."""
+    words = "WORDS"
+    turn = [{"role": "user", "content": words}]
+    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    before, _, behind = text.partition(words)
+    return [tokenizer(part, add_special_tokens=False).input_ids for part in (before, behind)]
+
+
 def is_json_lines(path):
     """Whether a file of prompts holds JSON lines, by its name."""
     return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))

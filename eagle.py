@@ -305,6 +305,7 @@ def coded(head: EagleHead) -> Tensor:
 # --------------------------------------------------------------------------------------------------- the tree
 
 BRANCH, BEAM = 4, 4  # children that a node may have, nodes of a level that are expanded
+TRIES = 32  # draws in which a node's children are looked for
 
 # Where tokens are drawn, how likely the first child is accepted: A + B sqrt(sum of q^2), and each later one, if those
 # before it were rejected, as a part of that. From a short trial with a checkpoint of the shipped head at temperature 1,
@@ -430,16 +431,17 @@ class EagleDrafter(HeadDrafter):
         return [[(p, self.ids[int(column)]) for p, column in zip(row[:k], row[k:])] for row in told]
 
     def drawn(self, logits: Tensor, tree: "Growth") -> list[list[tuple[float, int]]]:
-        """Drawn without replacement: as the order in which exponential clocks of the rates q go off, which they do at
-        the times -log(1 - u) / q."""
+        """Drawn without replacement: drawn from q again and again, repetitions left out. A q that puts nearly all on
+        few tokens may have fewer children than others: whether there is another one does not tell which it is."""
         q, k = self.params.laws(logits).weights, self.branch
-        u = torch.rand(q.shape, dtype=torch.float64, device=q.device, generator=self.generator)
-        first, columns = u.neg_().log1p_().neg_().div_(q).topk(k, largest=False)
+        sums = q.cumsum(dim=-1, dtype=torch.float64)
+        u = torch.rand((len(q), TRIES), dtype=torch.float64, device=q.device, generator=self.generator)
+        columns = torch.searchsorted(sums, u.mul_(sums[:, -1:]), right=True).clamp_(max=q.shape[1] - 1)
         tree.q.append(q)
         rows = []
-        for told in torch.cat((first, columns, q.square().sum(-1, keepdim=True)), -1).tolist():
-            # Clocks of a rate of 0 never go off: q has fewer tokens.
-            ids = [self.ids[int(column)] for time, column in zip(told, told[k:-1]) if time < math.inf]
+        for told in torch.cat((columns, q.square().sum(-1, keepdim=True)), -1).tolist():
+            sound = told[-1] < math.inf  # where the head's law is NaN it has no children
+            ids = [self.ids[int(column)] for column in dict.fromkeys(told[:-1])][:k] if sound else []
             a, left, row = min(FIRST + PEAKED * told[-1] ** 0.5, 1.0), 1.0, []
             for j, x in enumerate(ids):
                 chance = left * a * LATER[min(j, len(LATER) - 1)]

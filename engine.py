@@ -608,17 +608,36 @@ class Int8Stack(Stack):
 
     def hidden(self, ids: Tensor, kv: Tensor, at: None, positions: Tensor | None, start: int, width: int,
                mask: Tensor | None) -> Tensor:
-        n = ids.shape[0]
-        where = slice(start, start + n) if positions is None else positions.numpy()
+        where = slice(start, start + ids.shape[0]) if positions is None else positions.numpy()
+        return self.through(ids, kernels.attend, kv, where, start, None if mask is None else mask.numpy())
+
+    def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> Tensor:
+        """Hidden [B, d] of the next tokens ids [B] of B sequences of `start` tokens each: one product for all of them.
+        kv: [layers, B, 2, heads, capacity, head_dim]."""
+        return self.through(ids, attend_each, kv, slice(start, start + 1), start)
+
+    def through(self, ids: Tensor, attend: Callable, kv: Tensor, where, start: int, among: np.ndarray | None = None
+                ) -> Tensor:
+        """The layers and the norm: hidden of ids, at the positions `where`, with that attention over kv."""
         cos, sin = (table[where] for table in self.turns)
-        among = np.zeros((1, 1), np.float32) if mask is None else mask.numpy()
-        rooms = [room(n) for room in self.rooms]
+        among = np.zeros((1, 1), np.float32) if among is None else among
+        rooms = [room(ids.shape[0]) for room in self.rooms]
         team = kernels.team(torch.get_num_threads())
         x = F.embedding(ids, self.embedding)
         rows = x.numpy()
         for layer, columns in zip(self.layers, kv.numpy()):
-            layer(rooms, rows, cos, sin, columns, start, among, team)
+            layer(rooms, rows, attend, cos, sin, columns, start, among, team)
         return self.norm(x)
+
+
+def attend_each(y: np.ndarray, scale: np.ndarray, bias: np.ndarray, where: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+                columns: np.ndarray, start: int, among: np.ndarray, team: np.ndarray, shrink: np.ndarray,
+                out: np.ndarray, out_scale: np.ndarray) -> None:
+    """kernels.attend for rows of one sequence each: columns [n, 2, kv_heads, capacity, size]."""
+    for i in range(y.shape[0]):
+        row = slice(i, i + 1)
+        kernels.attend(y[row], scale[row], bias, where, cos, sin, columns[i], start, among, team, shrink, out[row],
+                       out_scale[row])
 
 
 class Room:
@@ -666,7 +685,8 @@ def norm_arguments(norm: nn.Module) -> tuple:
 
 class Int8Llama:
     """The layer of a LlamaBlock by kernels. Called with the rooms of its products, with x [n, d], the residual
-    stream, which it adds to, and with what kernels.attend is told, from the rotary tables to the team."""
+    stream, which it adds to, and with kernels.attend or attend_each and what that is told, from the rotary tables to
+    the team."""
 
     def __init__(self, block: LlamaBlock):
         self.products = [Int8Product(linear) for linear in (block.qkv, block.o, block.gate_up, block.down)]
@@ -674,10 +694,10 @@ class Int8Llama:
         size, h, kv = block.head_dim, block.heads, block.kv_heads
         self.where = np.array([[0, size], [h * size, size], [(h + kv) * size, size]])
 
-    def __call__(self, rooms: list[tuple], x: np.ndarray, *attention) -> None:
+    def __call__(self, rooms: list[tuple], x: np.ndarray, attend: Callable, *attention) -> None:
         qkv, o, gate_up, down = self.products
         states = qkv(rooms[0], kernels.norm, x, *self.norm1)
-        kernels.add(x, *o(rooms[1], kernels.attend, *states, self.where, *attention))
+        kernels.add(x, *o(rooms[1], attend, *states, self.where, *attention))
         inner = gate_up(rooms[2], kernels.norm, x, *self.norm2)
         kernels.add(x, *down(rooms[3], kernels.gate, *inner, attention[-1]))
 
@@ -691,10 +711,10 @@ class Int8NeoX:
         self.parallel, self.act, size = block.parallel, block.act, block.head_dim
         self.where = np.array([[part * size, 3 * size] for part in range(3)])
 
-    def __call__(self, rooms: list[tuple], x: np.ndarray, *attention) -> None:
+    def __call__(self, rooms: list[tuple], x: np.ndarray, attend: Callable, *attention) -> None:
         qkv, dense, up, down = self.products
         states = qkv(rooms[0], kernels.norm, x, *self.norm1)
-        attended = dense(rooms[1], kernels.attend, *states, self.where, *attention)
+        attended = dense(rooms[1], attend, *states, self.where, *attention)
         if not self.parallel:
             kernels.add(x, *attended)
         inner = self.activated(*up(rooms[2], kernels.norm, x, *self.norm2))

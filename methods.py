@@ -110,6 +110,11 @@ def growing(s: Setup, kind: str, nodes: int | None) -> EagleDrafter:
     return drafter(s.heads[kind], v=s.tree_v, c=c, start=start)
 
 
+def copying(s: Setup) -> NGramDrafter:
+    """Prompt lookup that proposes what pays."""
+    return NGramDrafter(max(s.args.gamma, MAX_GAMMA), max_ngram=16, v=s.chain_v)
+
+
 def beside_lookup(s: Setup, kind: str, nodes: int | None) -> CombinedDrafter:
     """Both keep to `nodes`."""
     c, start = s.head_costs(kind)
@@ -121,7 +126,7 @@ def beside_lookup(s: Setup, kind: str, nodes: int | None) -> CombinedDrafter:
 DRAFTERS = {
     "spec": lambda s, gamma: ModelDrafter(s.draft, gamma),
     "dynamic": lambda s, controller: ModelDrafter(s.draft, CONTROLLERS[controller](s)),
-    "lookup": lambda s, gamma: NGramDrafter(gamma),
+    "lookup": lambda s, gamma: copying(s) if gamma == "cost" else NGramDrafter(gamma),
     "combined": lambda s, _: CombinedDrafter(s.draft, s.costs.c, s.chain_v, start=s.costs.start),
     "tree": lambda s, children: TreeDrafter(s.draft, children, s.args.tree_rule),
     "medusa": medusa,
@@ -219,7 +224,7 @@ TABLE = {
     "spec": Method(run_spec, True, "draft", "gamma", "speculative, fixed gamma"),
     "dynamic": Method(run_dynamic, True, "draft", "controller", "speculative, gamma from a controller"),
     "multi": Method(run_multi, True, "drafts", "", "speculative in stages"),
-    "lookup": Method(run_drafted("lookup"), True, "", "gamma", "prompt lookup proposes, no model"),
+    "lookup": Method(run_drafted("lookup"), True, "", "gamma or cost", "prompt lookup proposes, no model"),
     "combined": Method(run_drafted("combined"), True, "draft", "", "prompt lookup or the draft, as pays best"),
     "tree": Method(run_drafted("tree"), True, "draft", "children", "several drafts of the draft model, as a tree"),
     "medusa": Method(run_drafted("medusa"), True, "medusa", "nodes", "heads that guess tokens further on, as a tree"),
@@ -241,6 +246,8 @@ DRAFTED = (*DRAFTERS, "multi")  # ours, whose speed the costs predict
 # What may stand behind the colon: how it is written, what it is, for instance, and what is made of it.
 SETTINGS = {
     "gamma": (r"[1-9]\d*", "a gamma of 1 or more", "4", int),
+    "gamma or cost": (r"cost|[1-9]\d*", "a gamma of 1 or more, or cost", "4, cost",
+                      lambda text: text if text == "cost" else int(text)),
     "controller": ("|".join(CONTROLLERS), "a controller", ", ".join(CONTROLLERS), str),
     "nodes": (r"[1-9]\d*", "a number of nodes", "16", int),
     "children": (r"[1-9]\d*(x[1-9]\d*)*", "how many children the nodes of each level have", "2x2x1",
@@ -259,7 +266,7 @@ def setting_of(args, label: str):
     name, colon, setting = label.partition(":")
     kind = TABLE[name].setting
     if not colon:
-        given = getattr(args, kind, None) if kind else None
+        given = getattr(args, kind.partition(" ")[0], None) if kind else None
         return DEFAULTS.get(name) if given is None else given
     return SETTINGS[kind][-1](setting)
 
@@ -520,7 +527,7 @@ def identity(s: Setup, label: str) -> dict:
         lossless, law = None, "int8 hf pass"
     tree = TABLE[name].tree
     return {"label": label, "method": name, "gamma": s.multi_gammas() if name == "multi" else None if tree else setting,
-            "controller": setting if name == "dynamic" else None,
+            "controller": setting if name == "dynamic" or setting == "cost" else None,
             "head": s.heads[TABLE[name].models].name if TABLE[name].models in s.heads else None,
             "node_budget": most_nodes(s.args, label) if tree else None,
             "tree_rule": tree_rule(s.args, name) if tree else None,

@@ -21,8 +21,9 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from cachedModel import cache_argument, empty_cache
-from downloadData import chat_ids, check_chat, is_json_lines, read_prompts, read_text, spread
+from cachedModel import CachedBatch
+from downloadData import around_the_user, chat_ids, check_chat, is_json_lines, read_prompts, read_text, spread
+from engine import use_engine
 from heads import distillation_loss
 from loadModel import FREQUENT_FILE, load_model, load_tokenizer
 from metrics import Column, Results, as_script, run_meta
@@ -34,6 +35,8 @@ SAMPLE_ROWS = 128
 TEMPERATURES = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))               # (temperature, share of the rows)
 SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))   # (prompt, new, share)
 ASKS = 4000                                      # requests that are made of a text
+SELF = "self"                                    # in --chat: what the target itself asks
+SELF_ASKS, ASK_TOKENS, ASK_TEMPERATURE = 800, 160, 0.9          # questions of a seed, their longest, how they are drawn
 CUT, DISTINCT = 8, 8                             # a question loses fewer first tokens; questions that a length needs
 ASK_FORMS = (
     "{passage}\n\nSummarize the text above.", "Summarize this: {passage}", "{passage}\n\nWhat is this text about?",
@@ -145,6 +148,35 @@ def asked_about(text, n=ASKS):
         yield form.format(*three, passage=" ".join(words[start:start + size]))
 
 
+def asked_by_itself(args, model, tokenizer, folder):
+    """SELF_ASKS questions that the target asks, kept in `folder` for the next time: a chat model that is given the
+    beginning of a user's turn goes on with what its users ask (Magpie: Xu et al. 2024, arXiv:2406.08464, section 2)."""
+    path = folder / f"asked-{args.seed}.jsonl"
+    if path.exists():
+        return [text for text, _ in read_prompts(path)]
+    check_chat(tokenizer)
+    before, behind = around_the_user(tokenizer)
+    start, ends = torch.tensor(before), [*stop_ids(model), *behind[:1]]
+    generator, questions = torch.Generator().manual_seed(args.seed), {}
+    bar = tqdm(total=SELF_ASKS, unit="question", desc="asked by the target itself")
+    while len(questions) < SELF_ASKS:
+        ids, _, _, length, _ = sample_batch(model, start.repeat(args.sample_rows, 1), torch.full((args.sample_rows,),
+                                            ASK_TEMPERATURE), ASK_TOKENS, 1, generator, ends)
+        turns = [row[len(start):n - 1] for row, n in zip(ids.tolist(), length) if row[n - 1] in ends]
+        new = {text.strip(): None for text in tokenizer.batch_decode(turns)}.keys() - questions.keys() - {""}
+        if not new:
+            raise ValueError(f"--chat {SELF}: the target, given the beginning of a user's turn, asks nothing that ends; "
+                             "give --chat FILE instead")
+        questions |= dict.fromkeys(sorted(new))
+        bar.update(len(new))
+    bar.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions), "utf-8")
+    partial.replace(path)
+    return list(questions)
+
+
 def split_weight(spec):
     """`FILE=0.3` -> (Path, 0.3); a bare FILE weighs 1."""
     path, _, weight = spec.partition("=")
@@ -165,10 +197,13 @@ def text_sources(args, tokenizer):
         yield Source(path.name, [encode(text) for text, _ in texts], weight, whole=True)
 
 
-def chat_sources(args, tokenizer):
-    """What is asked in the chat format: the questions of JSON lines, or requests about any other text."""
+def chat_sources(args, model, tokenizer, folder):
+    """What is asked in the chat format: the questions of JSON lines, requests about any other text, or what the target
+    itself asks."""
     for path, weight in map(split_weight, args.chat):
-        if is_json_lines(path):
+        if path == Path(SELF):
+            questions = asked_by_itself(args, model, tokenizer, folder)
+        elif is_json_lines(path):
             questions = [text for text, _ in read_prompts(path)[:args.prompt_limit]]
         else:
             questions = asked_about(prose(path))
@@ -193,9 +228,10 @@ def given_samples(path):
     return rows
 
 
-def load_sources(args, tokenizer):
-    """All that prompts are cut from, the target's own samples included (the greedy ones loop too much)."""
-    sources = [*text_sources(args, tokenizer), *chat_sources(args, tokenizer)]
+def load_sources(args, model, tokenizer, folder):
+    """All that prompts are cut from, the target's own samples included (the greedy ones loop too much). model: the
+    target; folder: of the shards."""
+    sources = [*text_sources(args, tokenizer), *chat_sources(args, model, tokenizer, folder)]
     for path, weight in map(split_weight, args.samples):
         rows = given_samples(path)
         rows = [r["prompt"] + r["continuation"] for r in rows if r["mode"] != "greedy"]
@@ -239,42 +275,29 @@ def draw(logits, temperatures, generator):
     return ids
 
 
-class Tap:
-    """What a model's output matrix was given in the latest pass: the hidden states behind the final norm, [B, n, d].
-    Heads learn from them (trainHeads.py)."""
-
-    def __init__(self, model):
-        self.width = model.get_output_embeddings().in_features
-        model.get_output_embeddings().register_forward_pre_hook(self.see)
-
-    def see(self, layer, inputs):
-        self.hidden = inputs[0]
-
-
 @torch.inference_mode()
-def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=(), tap=None):
+def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=(), features=False):
     """Continue prompts [B, n] by n_new tokens each; the teacher's top-k law stands at every position.
 
-    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B], features); entry i
+    Returns (ids [B, n + n_new], logp float16 [B, n + n_new - 1, k], top ids likewise, length [B], hidden); entry i
     is the law of token i + 1. A row ends with its first stop token; ended rows leave the batch now and then.
-    features: float16 [B, n + n_new - 1, d], the hidden states of the tokens, with the model's Tap; else None.
+    hidden: with `features` the hidden states of the tokens, which heads learn from, float16 [B, n + n_new - 1, d].
     """
     B, n = prompts.shape
     ids = torch.zeros(B, n + n_new, dtype=torch.long)
-    features = None if tap is None else torch.zeros(B, n + n_new - 1, tap.width, dtype=torch.half)
+    hidden = torch.zeros(B, n + n_new - 1, model.config.hidden_size, dtype=torch.half) if features else None
     logp = torch.zeros(B, n + n_new - 1, k, dtype=torch.half)
     top = torch.zeros(B, n + n_new - 1, k, dtype=torch.long)
     length = torch.full((B,), n + n_new)
     ids[:, :n] = prompts
-    cache, rows = empty_cache(), torch.arange(B)
-    kept = {cache_argument(model): cache, "use_cache": True}
+    batch, rows, last = CachedBatch(model, n + n_new), torch.arange(B), []
     stops = torch.tensor(stops, dtype=torch.long)
-    logits = model(prompts, **kept).logits
-    for i in range(n - 1):
-        logp[:, i], top[:, i] = top_law(logits[:, i], k)
-    logits = logits[:, -1].clone()
-    if tap:
-        features[:, :n] = tap.hidden
+    for i, (logits, states) in enumerate(batch.prompts(prompts)):
+        logp[i, :n - 1], top[i, :n - 1] = top_law(logits[:-1], k)
+        last.append(logits[-1].clone())
+        if features:
+            hidden[i, :n] = states
+    logits = torch.stack(last)
     for at in range(n, n + n_new):
         logp[rows, at - 1], top[rows, at - 1] = top_law(logits, k)
         ids[rows, at] = draw(logits, temperatures[rows], generator)
@@ -285,11 +308,11 @@ def sample_batch(model, prompts, temperatures, n_new, k, generator, stops=(), ta
             break
         if alive.float().mean() < 0.95:
             rows = rows[alive]
-            cache.batch_select_indices(alive.nonzero().squeeze(1))
-        logits = model(ids[rows, at:at + 1], **kept).logits[:, -1]
-        if tap and at < n + n_new - 1:
-            features[rows, at] = tap.hidden[:, -1].half()
-    return ids, logp, top, length, features
+            batch.keep(alive.nonzero().squeeze(1))
+        logits, states = batch.step(ids[rows, at])
+        if features and at < n + n_new - 1:
+            hidden[rows, at] = states.half()
+    return ids, logp, top, length, hidden
 
 
 ARRAYS = ("ids", "length", "prompt", "source", "temperature", "logp", "top")
@@ -345,9 +368,9 @@ def draw_prompts(sources, args, rng):
     return np.stack(prompts), np.array(names), temperatures, n_new
 
 
-def sample_target(args, model, sources, folder, tap=None):
-    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch, with the
-    features beside it where the model has a Tap.
+def sample_target(args, model, sources, folder, features=False):
+    """Sample the target until the folder's shards hold `args.sample_tokens` new tokens; a shard a batch, with its
+    hidden states beside it where `features` are wanted.
 
     Shards carry the seed in their name, so that processes with different seeds fill one folder side by side.
     """
@@ -359,13 +382,13 @@ def sample_target(args, model, sources, folder, tap=None):
     while done < args.sample_tokens:
         rng = np.random.default_rng((args.seed, number))
         prompts, names, temperatures, n_new = draw_prompts(sources, args, rng)
-        ids, logp, top, length, features = sample_batch(
+        ids, logp, top, length, hidden = sample_batch(
             model, torch.from_numpy(prompts).long(), torch.from_numpy(temperatures).float(), n_new,
-            args.top_k, torch.Generator().manual_seed(int(rng.integers(1 << 62))), stop_ids(model), tap)
+            args.top_k, torch.Generator().manual_seed(int(rng.integers(1 << 62))), stop_ids(model), features)
         length, n = length.numpy().astype(np.int32), prompts.shape[1]
         path = folder / f"sample-{args.seed}-{number:05d}.npz"
-        if tap:
-            save_features(path, features)
+        if features:
+            save_features(path, hidden)
         save_shard(path, ids=ids.numpy().astype(np.int32),
                    length=length, prompt=np.full(len(length), n, np.int32), source=names,
                    temperature=temperatures, logp=logp.numpy(), top=top.numpy().astype(id_type(model)))
@@ -998,11 +1021,13 @@ def add_data_flags(p):
     p.add_argument("--text", nargs="+", default=[], help="text files, FILE or FILE=WEIGHT in the mix")
     p.add_argument("--prompts", nargs="+", default=[], help="JSON lines of prompts, FILE or FILE=WEIGHT")
     p.add_argument("--chat", nargs="+", default=[], help="questions (JSON lines), or any text to ask about, in the "
-                   "target's chat format, FILE or FILE=WEIGHT")
+                   f"target's chat format, FILE or FILE=WEIGHT; {SELF}: what the target itself asks")
     p.add_argument("--samples", nargs="+", default=[], help="the target's samples (ids), FILE or FILE=WEIGHT")
     p.add_argument("--prompt-limit", type=int, default=1800, help="rows of a prompts or chat file not held out")
     p.add_argument("--sample-tokens", type=int, default=1_500_000)
     p.add_argument("--sample-rows", type=int, default=SAMPLE_ROWS)
+    p.add_argument("--sample-engine", choices=("eager", "int8"), default="eager", help="of the target while it is "
+                   "sampled; int8: the 8-bit model, in less time")
     p.add_argument("--score-tokens", type=int, default=50_000, help="tokens of each text that are scored")
     p.add_argument("--top-k", type=int, default=TOP_K)
     p.add_argument("--held-out", nargs="+", default=[], help="files for evaluation, FILE or FILE=GROUP")
@@ -1089,7 +1114,7 @@ def check_files(args):
             path, weight = split_weight(spec)
         except ValueError:
             raise ValueError(f"{spec!r} is not FILE or FILE=WEIGHT") from None
-        if not path.is_file() or weight < 0:
+        if not (path.is_file() or spec in args.chat and path == Path(SELF)) or weight < 0:
             raise ValueError(f"no such file: {path}" if weight >= 0 else f"negative weight in {spec!r}")
     for spec in args.held_out:
         if not Path(spec.partition("=")[0]).is_file():
@@ -1112,6 +1137,17 @@ def load_teacher(name, dtype):
     return model
 
 
+def load_sampled(args):
+    """The target on --sample-engine. Raises ValueError where that does not run it."""
+    if args.sample_engine == "eager":
+        return load_teacher(args.target, torch.bfloat16 if args.bf16 else torch.float32)
+    model = load(args.target, torch.float32)
+    engine = use_engine(model, args.sample_engine)
+    if engine != args.sample_engine:
+        raise ValueError(f"--sample-engine {args.sample_engine} does not run this target here: {engine}")
+    return model
+
+
 @as_script("trainDraft.py", STOPPED)
 def main(argv):
     args = parse(argv)
@@ -1130,7 +1166,8 @@ def main(argv):
         return 0
     note_command(args, work if args.only == "train" else teacher)
     if args.only in (None, "sample"):
-        sample_target(args, load_target(teacher_type), load_sources(args, tokenizer), teacher)
+        model = load_sampled(args)
+        sample_target(args, model, load_sources(args, model, tokenizer, teacher), teacher)
     if args.only in (None, "score"):
         score_texts(args, load_target(teacher_type), tokenizer, teacher)
     if args.only in (None, "train"):

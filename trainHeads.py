@@ -21,9 +21,9 @@ from medusa import calibrate, expected_length, joint_parameters, sparse_tree
 from metrics import Column, as_script
 from mtp import HEADS as KINDS
 from PPL import perplexity
-from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, Tap, add_data_flags, add_training_flags,
-                        check_files, data_table, greedy_rows, held_out, load, load_checkpoint, load_sources,
-                        load_teacher, markdown_table, note_command, progress_of, read_shard, results_of,
+from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, add_data_flags, add_training_flags,
+                        check_files, data_table, greedy_rows, held_out, load, load_checkpoint, load_sampled,
+                        load_sources, load_teacher, markdown_table, note_command, progress_of, read_shard, results_of,
                         sample_target, save_checkpoint, save_features, schedule, score_texts, update)
 
 DEFAULT_KIND = "eagle"
@@ -534,11 +534,12 @@ def main(argv):
 
 def prepare(args):
     """The stages before training: samples of the target, laws of given texts, features of both."""
-    model = load_teacher(args.target, torch.bfloat16 if args.bf16 else torch.float32)
     tokenizer = load_tokenizer(args.target)
     note_command(args, args.teacher)
     if args.only in (None, "sample"):
-        sample_target(args, model, load_sources(args, tokenizer), args.teacher, Tap(model))
+        model = load_sampled(args)
+        sample_target(args, model, load_sources(args, model, tokenizer, args.teacher), args.teacher, features=True)
+    model = load_teacher(args.target, torch.bfloat16 if args.bf16 else torch.float32)
     if args.only in (None, "score"):
         score_texts(args, model, tokenizer, args.teacher)
     if args.only in (None, "features"):

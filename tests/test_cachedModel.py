@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM
 
-from cachedModel import CachedModel, as_cached
+from cachedModel import CachedBatch, CachedModel, as_cached
+from engine import use_engine
 from lively import FAMILIES, cacheless, lively, random_ids
 from tabular import TableModel, table
 from utils import SamplingParams
@@ -212,3 +213,41 @@ def test_vocab_size_is_the_width_of_the_logits():
     model.set_output_embeddings(torch.nn.Linear(16, 40, bias=False))
     model.get_output_embeddings = lambda: SimpleNamespace(weight=torch.empty(40, 16))
     assert CachedModel(model).vocab_size == 40
+
+
+# ---------------------------------------------------------------------------------- sequences side by side
+
+SIDE_BY_SIDE = [*((family, "eager") for family in FAMILIES), ("llama", "packed"), ("llama", "int8"),
+                ("gpt_neox", "int8")]
+
+
+@pytest.mark.parametrize("family,engine", SIDE_BY_SIDE)
+def test_sequences_side_by_side_are_what_each_is_alone(family, engine):
+    """Also when some of them leave. On int8 bit by bit."""
+    torch.set_num_threads(1)
+    model = lively(family, positions=320)
+    assert use_engine(model, engine) == engine
+    ids = torch.tensor([random_ids(12, seed=seed) for seed in range(7)])
+    alone = [CachedModel(model) for _ in ids]
+    if family != "gemma2":  # whose output matrix does not make its logits
+        for one in alone:
+            one.keep_features()
+    expect = [one.forward(row, keep=12) for one, row in zip(alone, ids)]
+    exact = dict(rtol=0, atol=0) if engine == "int8" else dict(rtol=2e-4, atol=2e-4)
+
+    def check(row, logits, hidden, where):
+        torch.testing.assert_close(logits, expect[row][where], **exact)
+        if family != "gemma2":
+            torch.testing.assert_close(hidden, alone[row].features[where], **exact)
+
+    batch, rows = CachedBatch(model, 12), torch.arange(7)
+    with torch.inference_mode():
+        for row, (logits, hidden) in enumerate(batch.prompts(ids[:, :5])):
+            check(row, logits, hidden, slice(0, 5))
+        for at in range(5, 12):
+            if at in (7, 10):
+                stay = torch.tensor([0, 2, 3] if at == 7 else [1])
+                batch.keep(stay)
+                rows = rows[stay]
+            for row, *found in zip(rows.tolist(), *batch.step(ids[rows, at])):
+                check(row, *found, at)

@@ -1,4 +1,5 @@
 """Who proposes and how many: prompt lookup against a naive oracle, and the gamma controllers."""
+import math
 import random
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from conftest import tiny_model
 from lively import lively, noisy, random_ids
 from metrics import Round
 from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, FixedGamma, HeuristicGamma,
-                          ModelDrafter, NGramDrafter, drafted_sampling, expected_tokens,
+                          MatchedSpeed, ModelDrafter, NGramDrafter, drafted_sampling, expected_tokens,
                           speculative_sampling_dynamic, speculative_sampling_multi)
 from tabular import TableModel, table
 from utils import SamplingParams
@@ -307,6 +308,47 @@ def test_lookup_with_a_controller():
                            SamplingParams(temperature=0, max_new_tokens=40))
     assert [r.proposed for r in out.rounds][:6] == [2, 3, 4, 5, 6, 6]
     assert out.tokens == [(1 + i) % 3 for i in range(40)] and out.acceptance_rate == 1
+
+
+@exact
+@given(st.lists(st.floats(1.0, 3.0), min_size=2, max_size=20), st.integers(1, 30), st.integers(0, 20),
+       st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9), st.booleans()), max_size=20))
+def test_the_speed_of_a_match_against_the_formula(v, size, most, rounds):
+    """alpha of each length from the rounds, one by one; then all gammas by the sum of products."""
+    speed, right, judged = MatchedSpeed(v, weight=3.0, decay=0.9), [3.0 * a for a in MatchedSpeed.PRIOR], [3.0] * 16
+    for n, accepted, full in rounds:
+        speed.update(n, accepted, accepted + (not full))
+        for i in range(accepted + (not full)):
+            at = min(n + i, 16) - 1
+            right[at], judged[at] = 0.9 * right[at] + (i < accepted), 0.9 * judged[at] + 1
+    alpha = [right[min(size + i, 16) - 1] / judged[min(size + i, 16) - 1] for i in range(len(v))]
+    speeds = [(1 + sum(math.prod(alpha[:i]) for i in range(1, gamma + 1))) / v[gamma]
+              for gamma in range(min(most, len(v) - 1) + 1)]
+    found, gamma = speed.best(size, most)
+    assert found == pytest.approx(max(speeds)) and speeds[gamma] == pytest.approx(found)
+    speed.begin()
+    assert speed.best(size, most) == MatchedSpeed(v, weight=3.0).best(size, most)
+
+
+def test_lookup_that_pays_learns_by_the_length_of_the_match():
+    """Behind one token anything follows, and behind the sixteen of a loop the same again. Short matches are proposed
+    no more, and of the loop soon as much as v allows; where lookup rests it still learns."""
+    new = [x for i in range(40) for x in (0, 1 + i)]  # after each 0 another token
+    loop = list(range(50, 70)) * 6
+    script = TableModel(torch.zeros(2, 2, 80))
+    script.forward = scripted(new + loop, 80)
+    drafter = NGramDrafter(16, max_ngram=16, v=[1.0 + 0.1 * gamma for gamma in range(17)])
+    out = drafted_sampling(script, drafter, [0, 1, 0], SamplingParams(temperature=0, max_new_tokens=195))
+    assert out.tokens == (new + loop)[3:198]
+    at, ends = 3, []
+    for round in out.rounds:
+        at += round.emitted
+        ends.append(at)
+    in_new = [round.proposed for round, end in zip(out.rounds, ends) if end < 80]
+    assert 0 < sum(in_new) < 20 and not any(in_new[20:])
+    assert max(round.accepted for round in out.rounds) == 16
+    learnt = [right / judged for right, judged in zip(drafter.matched.right, drafter.matched.judged)]
+    assert learnt[0] < 0.1 and learnt[15] > 0.95
 
 
 # --------------------------------------------------------------------------------------------------- combined

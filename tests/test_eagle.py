@@ -273,6 +273,27 @@ def test_the_law_stays_the_targets_at_temperature_1(how):
     assert most > 1  # trees were verified: the first round drafts nothing
 
 
+@pytest.mark.parametrize("tries", [3, 32])
+def test_children_are_drawn_without_replacement(tries, monkeypatch):
+    """Also where few draws find few children: the first ones' law is q, and the next ones' what q leaves without
+    them, whether or not there are more. None has probability 0, and a law that is none has no children."""
+    monkeypatch.setattr("eagle.TRIES", tries)
+    drafter = begun(EagleDrafter(head_of(lively("llama", vocab=5)), nodes=4, branch=3))
+    drafter.params = SamplingParams(temperature=1)
+    q = torch.tensor([0.0, 0.2, 0.55, 0.25, 0.0])
+    rows = drafter.children(q.log().expand(30000, -1).contiguous(), drafter.growth(drafter))
+    paths = [tuple(x for _, x in row) for row in rows]
+    expect = lambda path: math.prod(float(q[x]) / (1 - sum(float(q[y]) for y in path[:i])) for i, x in enumerate(path))
+    assert chi_square_p(Counter(path[:1] for path in paths), {(x,): float(q[x]) for x in (1, 2, 3)}) > 1e-4
+    for first in (1, 2, 3):
+        seconds = Counter(path[:2] for path in paths if path[0] == first and len(path) > 1)
+        law = {path: expect(path) / float(q[first]) for path in itertools.permutations((1, 2, 3), 2) if path[0] == first}
+        assert chi_square_p(seconds, law) > 1e-4
+    lengths = Counter(map(len, paths))
+    assert set(lengths) <= {1, 2, 3} and (lengths[3] > 29900 if tries == 32 else lengths[1] > 1000 < lengths[2])
+    assert drafter.children(torch.full((1, 5), float("nan")), drafter.growth(drafter)) == [[]]
+
+
 @torch.inference_mode()
 def test_the_cache_is_refilled_with_the_targets_features():
     """Whatever was accepted, a drafter that has followed a generation proposes what a new one proposes on its text."""

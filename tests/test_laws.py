@@ -372,9 +372,9 @@ LOOKUP_PROMPT = [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("how", ["plain", "all", "stop"])
-@pytest.mark.parametrize("gamma", [1, 3])
-def test_lookup_law(gap, gamma, how):
-    target, drafter = models()[0], NGramDrafter(gamma)
+@pytest.mark.parametrize("gamma, v", [(1, None), (3, None), (3, [1.0, 1.05, 1.1, 1.2]), (2, [1.0, 1.3, 1.5])])
+def test_lookup_law(gap, gamma, v, how):
+    target, drafter = models()[0], NGramDrafter(gamma, v=v)
     assert gap(speculative_sampling, target, drafter, length=4, prompt=LOOKUP_PROMPT, **HOW[how]) < EXACT
 
 

@@ -58,6 +58,7 @@ def samplers(target, draft, gamma=3):
         "autoregressive": calling(autoregressive_sampling, target),
         "speculative": calling(speculative_sampling, target, draft, gamma),
         "lookup": calling(speculative_sampling, target, NGramDrafter(gamma)),
+        "lookup that pays": calling(speculative_sampling, target, NGramDrafter(6, v=[1.0, 1.05, 1.1, 1.2, 1.3])),
         "aimd": dynamic(None),
         "heuristic": dynamic(HeuristicGamma(4)),
         "confidence": dynamic(ConfidenceGamma(5)),

@@ -18,6 +18,9 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
                           PreTrainedTokenizerFast)
 
 import trainDraft
+from cachedModel import CachedModel
+from conftest import tiny_model
+from engine import use_engine
 from loadModel import FREQUENT_FILE, load_draft
 from metrics import FIELDS
 
@@ -94,7 +97,7 @@ def chat_arguments(folder, tmp_path, *chat):
 
 def test_chat_prompts_are_the_templates_and_their_ends_are_whole(target_folder, tmp_path, monkeypatch):
     args, tokenizer = chat_arguments(target_folder, tmp_path, str(tmp_path / "asked.jsonl"))
-    asked, = trainDraft.load_sources(args, tokenizer)
+    asked, = trainDraft.load_sources(args, None, tokenizer, tmp_path)
     assert asked.name == "asked.jsonl (chat)" and sorted(asked.lengths) == [9, 13, 24, 25, 26]  # four around; 5 rows
     assert (asked.before, asked.behind) == (2, 2)
     monkeypatch.setattr(trainDraft, "DISTINCT", 1)
@@ -119,8 +122,36 @@ def test_texts_are_asked_about(target_folder, tmp_path):
     assert not any(mark in request for request in requests for mark in "{}")
     assert requests == list(trainDraft.asked_about("Abacus beetle castle dragon " * 60, 300))
     prompts, names, temperatures, n_new = trainDraft.draw_prompts(
-        trainDraft.load_sources(args, tokenizer), args, np.random.default_rng(1))
+        trainDraft.load_sources(args, None, tokenizer, tmp_path), args, np.random.default_rng(1))
     assert prompts.shape[0] == 30 and {"text.txt (chat)"} <= set(names) and (prompts[:, -1] == 6).all()  # w3
+
+
+def test_the_target_asks_itself(target_folder, target, tmp_path, monkeypatch):
+    """--chat self: users' turns that the target ends, each once, kept for the next run of this seed."""
+    monkeypatch.setattr(trainDraft, "SELF_ASKS", 40)
+    args, tokenizer = chat_arguments(target_folder, tmp_path, "self=0.5")
+    source, = trainDraft.load_sources(args, target, tokenizer, tmp_path)
+    kept = [json.loads(line)["prompt"] for line in (tmp_path / "asked-0.jsonl").read_text().splitlines()]
+    assert source.name == "self (chat)" and (source.before, source.behind) == (2, 2)
+    assert len(source.documents) == len(set(kept)) == len(kept) >= 40 and "" not in kept
+    ends = tokenizer("w2 </s>", add_special_tokens=False).input_ids
+    for ids, question in zip(source.documents, kept):
+        asked = tokenizer(question, add_special_tokens=False).input_ids
+        assert ids[2:-2].tolist() == asked and not np.isin(asked, ends).any()
+    again, = trainDraft.load_sources(args, None, tokenizer, tmp_path)  # nobody is asked
+    assert [ids.tolist() for ids in again.documents] == [ids.tolist() for ids in source.documents]
+    args.seed = 1
+    trainDraft.load_sources(args, target, tokenizer, tmp_path)
+    other = {json.loads(line)["prompt"] for line in (tmp_path / "asked-1.jsonl").read_text().splitlines()}
+    assert len(other & set(kept)) < 20
+
+
+def test_a_target_that_asks_nothing_is_told(target_folder, target, tmp_path):
+    args, tokenizer = chat_arguments(target_folder, tmp_path, "self")
+    target.lm_head.weight.data[tokenizer("w2 </s>", add_special_tokens=False).input_ids] = 0
+    target.lm_head.weight.data *= 100  # it never ends a turn
+    with pytest.raises(ValueError, match="asks nothing that ends; give --chat FILE"):
+        trainDraft.load_sources(args, target, tokenizer, tmp_path)
 
 
 def test_held_questions_are_whole_in_the_chat_format(target_folder, target, tmp_path):
@@ -168,6 +199,32 @@ def test_samples_carry_the_targets_law_and_end_at_a_stop(target):
         assert n == 37 or ids[row, n - 1].item() in (1, 5, 9)
         if temperatures[row] == 0:
             assert torch.equal(full[row, 6:n - 1].argmax(-1), ids[row, 7:n])
+
+
+def test_samples_of_the_8_bit_target(target_folder, target, tmp_path):
+    """--sample-engine int8: ids and laws are those that this engine has token by token."""
+    trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "sample", "--sample-engine", "int8",
+                              "--sample-tokens", "1000"))
+    assert use_engine(target, "int8") == "int8"
+    model = CachedModel(target)
+    shard = trainDraft.read_shard(tmp_path / "draft.work" / "samples" / "sample-0-00000.npz")
+    for row in range(8):
+        n, prompt = shard["length"][row], shard["prompt"][row]
+        model.reset()
+        logp = model.forward(torch.from_numpy(shard["ids"][row, :n]).long(), keep=int(n)).log_softmax(-1)
+        expect = logp[:-1].topk(8)
+        assert torch.equal(expect.indices, torch.from_numpy(shard["top"][row, :n - 1].astype(np.int64)))
+        assert torch.allclose(expect.values, torch.from_numpy(shard["logp"][row, :n - 1]).float(), atol=4e-3)
+        if shard["temperature"][row] == 0:
+            assert logp[prompt - 1:-1].argmax(-1).tolist() == shard["ids"][row, prompt:n].tolist()
+
+
+def test_a_target_that_does_not_run_on_8_bits_is_told(tmp_path, capsys):
+    tiny_model("mistral").save_pretrained(tmp_path / "target")
+    args = trainDraft.parse(["--target", str(tmp_path / "target"), "--out", "x", "--only", "sample", "--chat", "self",
+                             "--sample-engine", "int8"])
+    with pytest.raises(ValueError, match="--sample-engine int8 does not run this target here: eager .int8 needs Llama"):
+        trainDraft.load_sampled(args)
 
 
 def test_greedy_samples_are_those_of_generate(target):
