@@ -157,17 +157,18 @@ def asked_by_itself(args, model, tokenizer, folder):
     check_chat(tokenizer)
     before, behind = around_the_user(tokenizer)
     start, ends = torch.tensor(before), [*stop_ids(model), *behind[:1]]
+    starts, temperatures = start.repeat(args.sample_rows, 1), torch.full((args.sample_rows,), ASK_TEMPERATURE)
     generator, questions = torch.Generator().manual_seed(args.seed), {}
     bar = tqdm(total=SELF_ASKS, unit="question", desc="asked by the target itself")
     while len(questions) < SELF_ASKS:
-        ids, _, _, length, _ = sample_batch(model, start.repeat(args.sample_rows, 1), torch.full((args.sample_rows,),
-                                            ASK_TEMPERATURE), ASK_TOKENS, 1, generator, ends)
+        ids, _, _, length, _ = sample_batch(model, starts, temperatures, ASK_TOKENS, 1, generator, ends)
         turns = [row[len(start):n - 1] for row, n in zip(ids.tolist(), length) if row[n - 1] in ends]
-        new = {text.strip(): None for text in tokenizer.batch_decode(turns)}.keys() - questions.keys() - {""}
+        asked = dict.fromkeys(map(str.strip, tokenizer.batch_decode(turns)))  # each once, in their order
+        new = [text for text in asked if text and text not in questions]
         if not new:
-            raise ValueError(f"--chat {SELF}: the target, given the beginning of a user's turn, asks nothing that ends; "
+            raise ValueError(f"--chat {SELF}: the target asks nothing that ends, given the beginning of a user's turn; "
                              "give --chat FILE instead")
-        questions |= dict.fromkeys(sorted(new))
+        questions.update(dict.fromkeys(new))
         bar.update(len(new))
     bar.close()
     folder.mkdir(parents=True, exist_ok=True)
@@ -762,37 +763,62 @@ def load_checkpoint(path, student, optims):
     return state
 
 
-def train(args, student, shards, work, held=None):
-    """Train until `args.steps` or `args.minutes` are over, going on from a checkpoint in `work`."""
-    optims, path = optimisers(student, args), work / "checkpoint.pt"
-    state = load_checkpoint(path, student, optims)
-    args.frequent_ids = shards.frequent(args.frequent, student.config.vocab_size)
-    student.train()
-    copy_loss, last_save, last_eval = math.nan, time.time(), time.time()
-    with tqdm(total=args.steps or None, initial=state["step"], unit="step", desc="training") as bar:
+def train_on(args, learner, optims, path, shards, step, look=None, what=""):
+    """Train `learner` until `args.steps` or `args.minutes` are over, going on from the checkpoint `path`: the loop of
+    drafts and of heads. Returns what the run knows of itself.
+
+    step(state, progress) -> (positions, what is said of the losses) does one update and keeps state["loss"].
+    look() -> lines about held-out text, now and then; None: never.
+    """
+    state = load_checkpoint(path, learner, optims)
+    if progress_of(state, args) >= 1:
+        print(f"nothing is left to train: {path} has {state['step']} steps and {state['seconds'] / 60:.1f} minutes; "
+              "more come with a greater --steps or --minutes")
+        return state
+    learner.train()
+    last_save = last_look = time.time()
+    with tqdm(total=args.steps or None, initial=state["step"], unit="step", desc=f"training {what}".strip()) as bar:
         while (progress := progress_of(state, args)) < 1:
             start = time.time()
-            n, copying, *numbers = train_step(student, optims, shards, args, state["step"], progress)
+            n, said = step(state, progress)
             state["step"] += 1
             state["positions"] += n
             state["seconds"] += time.time() - start
-            if copying:
-                copy_loss = numbers[0]
-            else:
-                state["loss"] = [0.98 * a + 0.02 * b for a, b in zip(state["loss"] or numbers, numbers)]
-            loss = state["loss"][0] if state["loss"] else math.nan
             bar.update()
-            bar.set_postfix_str(f"loss {loss:.3f} copy {copy_loss:.3f} {state['positions'] / 1e6:.2f}M positions")
+            bar.set_postfix_str(f"{said} {state['positions'] / 1e6:.2f}M positions")
             if time.time() - last_save > args.save_seconds:
-                save_checkpoint(path, state, student, optims)
+                save_checkpoint(path, state, learner, optims)
                 shards.refresh()
                 last_save = time.time()
-            if held and time.time() - last_eval > args.eval_seconds:
-                tqdm.write(f"step {state['step']}  loss {loss:.3f}  {agreement_line(evaluate(student, held))}")
-                student.train()
-                last_eval = time.time()
-    save_checkpoint(path, state, student, optims)
+            if look and time.time() - last_look > args.eval_seconds:
+                tqdm.write(f"step {state['step']}  {said}\n{look()}")
+                learner.train()
+                last_look = time.time()
+    save_checkpoint(path, state, learner, optims)
     return state
+
+
+def running(mean, new):
+    """The running mean of a loss, from its first value on."""
+    return new if mean is None else 0.98 * mean + 0.02 * new
+
+
+def train(args, student, shards, work, held=None):
+    """A draft: see train_on. state["loss"] is of the batches that are text: loss, KL, CE."""
+    optims, copy_loss = optimisers(student, args), math.nan
+    args.frequent_ids = shards.frequent(args.frequent, student.config.vocab_size)
+
+    def step(state, progress):
+        nonlocal copy_loss
+        n, copying, *numbers = train_step(student, optims, shards, args, state["step"], progress)
+        if copying:
+            copy_loss = numbers[0]
+        else:
+            state["loss"] = list(map(running, state["loss"] or [None] * 3, numbers))
+        return n, f"loss {state['loss'][0] if state['loss'] else math.nan:.3f} copy {copy_loss:.3f}"
+
+    look = held and (lambda: agreement_line(evaluate(student, held)))
+    return train_on(args, student, optims, work / "checkpoint.pt", shards, step, look)
 
 
 # ------------------------------------------------------------------------------------------------ evaluate
@@ -1102,13 +1128,18 @@ def check(args):
     if not args.evaluate and args.only in (None, "train") and not (args.steps > 0 or args.minutes > 0):
         raise ValueError("give --steps N or --minutes M above 0")
     check_files(args)
-    if not (args.only or args.evaluate) and not (args.text or args.prompts or args.chat or args.samples):
+    if not (args.only or args.evaluate) and not given_texts(args):
         raise ValueError("give the texts to cut prompts from: --text, --prompts, --chat or --samples")
+
+
+def given_texts(args):
+    """All that prompts can be cut from: FILE or FILE=WEIGHT."""
+    return args.text + args.prompts + args.chat + args.samples
 
 
 def check_files(args):
     """Raise ValueError for files of texts, prompts and the like that are not there, or weights that cannot be."""
-    given = args.text + args.prompts + args.chat + args.samples
+    given = given_texts(args)
     for spec in given:
         try:
             path, weight = split_weight(spec)

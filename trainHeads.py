@@ -7,7 +7,6 @@ import math
 import os
 import shlex
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from metrics import Column, as_script
 from mtp import HEADS as KINDS
 from PPL import perplexity
 from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, add_data_flags, add_training_flags,
-                        check_files, data_table, greedy_rows, held_out, load, load_checkpoint, load_sampled,
-                        load_sources, load_teacher, markdown_table, note_command, progress_of, read_shard, results_of,
-                        sample_target, save_checkpoint, save_features, schedule, score_texts, update)
+                        check_files, data_table, given_texts, greedy_rows, held_out, load, load_sampled, load_sources,
+                        load_teacher, markdown_table, note_command, read_shard, results_of, running, sample_target,
+                        save_features, schedule, score_texts, train_on, update)
 
 DEFAULT_KIND = "eagle"
 VOCAB = 8192                                     # ids that a head can propose, unless told otherwise
@@ -220,38 +219,16 @@ def train_step(head, optims, shards, args, step, progress, target=None):
 
 
 def train(args, head, shards, path, held=None, target=None):
-    """Train until `args.steps` or `args.minutes` are over, going on from the checkpoint `path`. target: of joint
-    training (Medusa-2), which learns too. Returns what the run knows of itself."""
+    """A head: see train_on. target: of joint training (Medusa-2), which learns too."""
     optims, learner = optimisers(head, args, target), torch.nn.ModuleList([head] if target is None else [head, target])
-    state = load_checkpoint(path, learner, optims)
-    learner.train()
-    if progress_of(state, args) >= 1:
-        print(f"nothing is left to train: {path} has {state['step']} steps and {state['seconds'] / 60:.1f} minutes; "
-              "more come with a greater --steps or --minutes")
-        return state
-    last_save = last_eval = time.time()
-    with tqdm(total=args.steps or None, initial=state["step"], unit="step", desc=f"training {args.kind}") as bar:
-        while (progress := progress_of(state, args)) < 1:
-            start = time.time()
-            n, loss, parts = train_step(head, optims, shards, args, state["step"], progress, target)
-            state["step"] += 1
-            state["positions"] += n
-            state["seconds"] += time.time() - start
-            state["loss"] = loss if state["loss"] is None else 0.98 * state["loss"] + 0.02 * loss
-            bar.update()
-            bar.set_postfix_str(f"loss {state['loss']:.3f} {state['positions'] / 1e6:.2f}M positions")
-            if time.time() - last_save > args.save_seconds:
-                save_checkpoint(path, state, learner, optims)
-                shards.refresh()
-                last_save = time.time()
-            if held and time.time() - last_eval > args.eval_seconds:
-                said = "  ".join(f"{name} {value:.3f}" for name, value in parts.items())
-                tqdm.write(f"step {state['step']}  loss {state['loss']:.3f}  {said}\n"
-                           f"{agreement_lines(evaluate(head, held, args.depths))}")
-                learner.train()
-                last_eval = time.time()
-    save_checkpoint(path, state, learner, optims)
-    return state
+
+    def step(state, progress):
+        n, loss, parts = train_step(head, optims, shards, args, state["step"], progress, target)
+        state["loss"] = running(state["loss"], loss)
+        return n, f"loss {state['loss']:.3f}" + "".join(f" {name} {value:.3f}" for name, value in parts.items())
+
+    look = held and (lambda: agreement_lines(evaluate(head, held, args.depths)))
+    return train_on(args, learner, optims, path, shards, step, look, args.kind)
 
 
 def choose_tree(head, shards, args, target=None):
@@ -503,7 +480,7 @@ def check(args):
     if args.context < 8 or args.held_new <= args.depths:
         raise ValueError("--context must be at least 8, and --held-new above --depths")
     check_files(args)
-    if args.only is None and not args.evaluate and not (args.text or args.prompts or args.chat or args.samples):
+    if args.only is None and not args.evaluate and not given_texts(args):
         raise ValueError("give the texts to cut prompts from: --text, --prompts, --chat or --samples; or --only train")
     start = args.out if args.joint and trains else args.start
     if start:
