@@ -166,14 +166,15 @@ def trained_head(folder, target):
     return head
 
 
-def make_head(args, target, shards):
+def make_head(args, target, shards, held=()):
     """A new head of that kind, bound to the target, its vocabulary cut to the most frequent ids of the shards; or the
-    one in --start."""
+    one in --start. It has to have room for --context and for the held-out rows."""
     torch.manual_seed(args.seed)
     head = trained_head(args.start, target) if args.start else new_head(args, target, shards)
-    longest = max(args.context, args.held_prompt_tokens + args.held_new if args.held_out else 0)
+    longest = max([args.context, *(len(row["ids"]) for row in held)])
     if head.config.get("limit", longest) < longest:
-        raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-new)")
+        raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-out, "
+                         "--held-chat, --held-new)")
     return head
 
 
@@ -542,7 +543,7 @@ def train_and_ship(args, work):
         head, state, held, drift = train_jointly(args, target, shards, work, held)
         notes.append(drift_line(drift))
     else:
-        head = make_head(args, target, shards)
+        head = make_head(args, target, shards, held)
         notes += started_from(args) if args.start else []
         name = f"{args.kind}-from-{args.start.resolve().name}" if args.start else args.kind
         state = train(args, head, shards, work / f"{name}.pt", held)

@@ -378,6 +378,8 @@ def test_shards_that_arrive_are_taken_in_as_a_later_run_finds_them(target_folder
     args = trainHeads.parse(arguments(target_folder, tmp_path, "--steps", "4", "--save-seconds", "0", "--out", "x"))
     args.options, args.weights = {"inner": 48, "heads": 2, "limit": 512}, {}
     target = AutoModelForCausalLM.from_pretrained(target_folder)
+    with pytest.raises(ValueError, match="--option limit must be at least 513, .*--held-chat"):
+        trainHeads.make_head(args, target, shards, [{"ids": [0] * 513}])  # a question that is longer than all others
     trainHeads.train(args, trainHeads.make_head(args, target, shards), shards, tmp_path / "eagle.pt")
     assert [len(loaded) for loaded in seen] == [2, 2, 3, 3]
     assert list(shards.found) == sorted(shards.found) and len(shards.aside) == 2 and len(shards.weights) == 3
