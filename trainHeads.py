@@ -341,7 +341,7 @@ embedding and output matrix, which it takes from the target. It proposes the {ke
 
 ## Data
 
-The target's hidden states ({arithmetic} arithmetic) and its law (its {top_k} likeliest tokens at temperature 1) along
+The target's hidden states ({arithmetic}) and its law (its {top_k} likeliest tokens at temperature 1) along
 {tokens:,} tokens of text after their prompts, most of it sampled from the target itself. By where the prompt was cut
 from and how the text came about ("text": written by people; the others by the target, greedily or at that temperature):
 
@@ -384,6 +384,10 @@ def write_card(args, head, shards, state, figures, work, notes):
          for name, f in figures.items()]) if figures else "Not measured: no --held-out text that is long enough."
     left_out = ("tree", "accuracy", "hidden", "vocab", "kept")
     settings = args.weights | {k: v for k, v in head.config.items() if k not in left_out}
+    commands = "\n".join(commands_for(args, work))
+    arithmetic = f"{'bfloat16' if args.bf16 else 'float32'} arithmetic"
+    if "--sample-engine int8" in commands:
+        arithmetic += ", 8 bits where a command below samples on int8"
     (args.out / "README.md").write_text(CARD.format(
         name=args.out.name, kind=head.kind, target=Path(args.target).name,
         params=sum(value.numel() for value in head.own_state().values() if value.is_floating_point()),
@@ -391,8 +395,7 @@ def write_card(args, head, shards, state, figures, work, notes):
         positions=state["positions"], minutes=state["seconds"] / 60, threads=args.threads,
         machine=f"{os.cpu_count()} CPU cores that other work shared in part", loss=state["loss"] or math.nan,
         options=", ".join(f"{k} {v}" for k, v in settings.items()) or "none", table=table,
-        notes="".join(f"\n\n{note}" for note in notes), commands="\n".join(commands_for(args, work)),
-        arithmetic="bfloat16" if args.bf16 else "float32",
+        notes="".join(f"\n\n{note}" for note in notes), commands=commands, arithmetic=arithmetic,
         licences="See the draft's card in `models/smollm2-draft-small` for these." if Path(args.target).name == LICENSED
         else "The licences of the target and of the texts apply."), encoding="utf-8")
 

@@ -98,7 +98,7 @@ def test_a_head_is_trained_and_shipped_with_its_card(target_folder, work, tmp_pa
     everything = next(row for row in rows if row["text"] == "all")
     assert everything["method"] == "agreement" and everything["head"] == kind and len(everything["agreement"]) == 3
     assert everything["tokens_per_round"] is None and 1 <= everything["expected_tokens"] <= 4
-    assert "float32 arithmetic" in card and "smollm2-draft-small" not in card
+    assert "(float32 arithmetic)" in card and "smollm2-draft-small" not in card
     assert f"{everything['agreement'][0]:.3f}" in card
     if kind == "medusa":
         assert len(head.config["tree"]) == 6 and len(head.config["accuracy"]) == 3
