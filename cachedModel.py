@@ -16,7 +16,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from engine import SLICE, ancestry, tree_mask, tree_positions
+from engine import SLICE, StaticKV, ancestry, tree_mask, tree_positions
 from utils import Laws, SamplingParams, check_laws, fit_width
 
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
@@ -86,6 +86,11 @@ def cache_argument(model) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def context_of(model) -> int | None:
+    """Positions of a causal LM; None without a limit."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 class CachedModel:
     """A Hugging Face causal LM, batch of one, with the cache of one sequence.
 
@@ -107,7 +112,7 @@ class CachedModel:
         head = model.get_output_embeddings()
         self.vocab_size = head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
         self.known_ids = model.get_input_embeddings().weight.shape[0]
-        self.context_length = getattr(config, "max_position_embeddings", None)
+        self.context_length = context_of(model)
         self._cache_argument = cache_argument(model)
         self.feature_size = getattr(config, "hidden_size", None)
         self.window = getattr(config, "sliding_window", None)
@@ -328,9 +333,13 @@ class CachedBatch:
     through transformers' pass together.
 
     model: the LM. positions: how many there is to be room for. First come the prompts, then a token a sequence.
+    Raises ValueError for more positions than the model's context.
     """
 
     def __init__(self, model, positions: int):
+        context = context_of(model)
+        if context is not None and positions > context:
+            raise ValueError(f"{positions} tokens do not fit the model's context of {context}")
         self.model, self.positions, self.length = model, positions, 0
         self.stack = model.lean.stack if str(getattr(model, "engine", "")) == "int8" else None
         self.cache, self._cache_argument = empty_cache(), cache_argument(model)
@@ -342,9 +351,10 @@ class CachedBatch:
         if self.stack is None:
             yield from zip(*self._pass(ids))
             return
-        kv = self.model.lean.kv_for(self)
-        self.kv = kv.buffer.new_zeros(len(kv.buffer), len(ids), *kv.buffer.shape[1:3], self.positions,
-                                      kv.buffer.shape[-1])
+        block = self.stack.blocks[0]
+        kv = StaticKV(len(self.stack.blocks), block.kv_heads, block.head_dim, self.stack.cos, None)
+        self.kv = self.stack.cos.new_zeros(len(self.stack.blocks), len(ids), 2, block.kv_heads, self.positions,
+                                           block.head_dim)
         for i, prompt in enumerate(ids):
             kv.buffer = self.kv[:, i]
             yield self.model.lean(prompt, kv, 0, len(prompt))

@@ -272,11 +272,14 @@ def chat_ids(tokenizer, text):
 
 
 def around_the_user(tokenizer):
-    """What stands before and behind the user's words in the chat format: two lists of ids."""
+    """What stands before and behind the user's words in the chat format: two lists of ids. Raises ValueError for a
+    format that has nothing before them, or changes them."""
     words = "WORDS"
     turn = [{"role": "user", "content": words}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    before, _, behind = text.partition(words)
+    before, found, behind = text.partition(words)
+    if not before or not found:
+        raise ValueError("the chat template shows no beginning of a user's turn: give --chat FILE in place of self")
     return [tokenizer(part, add_special_tokens=False).input_ids for part in (before, behind)]
 
 

@@ -475,6 +475,8 @@ class Growth:
 
     def promising(self, level: int) -> list[int]:
         """The nodes of the latest level to expand: the best ones, none where another pass would not pay."""
+        if not self.latest:  # the head's law is none
+            return []
         best, ranked = self.chance[self.latest[0]], sorted(self.chance, reverse=True)
         if self.measured is None:
             nodes = self.drafter.nodes
@@ -527,7 +529,8 @@ class Growth:
 
 
 class FixedGrowth(Growth):
-    """The same for the fixed tree of EAGLE-1: which ranks are expanded and verified is known beforehand."""
+    """The same for the fixed tree of EAGLE-1: which ranks are expanded and verified is known beforehand,
+    if they are there: see drawn."""
 
     def __init__(self, drafter: EagleDrafter):
         super().__init__(drafter)

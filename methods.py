@@ -526,8 +526,10 @@ def identity(s: Setup, label: str) -> dict:
     elif theirs and engine == "int8":
         lossless, law = None, "int8 hf pass"
     tree = TABLE[name].tree
-    return {"label": label, "method": name, "gamma": s.multi_gammas() if name == "multi" else None if tree else setting,
-            "controller": setting if name == "dynamic" or setting == "cost" else None,
+    settled = not tree and label != "lookup:cost"  # else gamma differs from round to round
+    return {"label": label, "method": name,
+            "gamma": s.multi_gammas() if name == "multi" else setting if settled else None,
+            "controller": setting if name == "dynamic" else None,
             "head": s.heads[TABLE[name].models].name if TABLE[name].models in s.heads else None,
             "node_budget": most_nodes(s.args, label) if tree else None,
             "tree_rule": tree_rule(s.args, name) if tree else None,

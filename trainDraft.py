@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from cachedModel import CachedBatch
+from cachedModel import CachedBatch, context_of
 from downloadData import around_the_user, chat_ids, check_chat, is_json_lines, read_prompts, read_text, spread
 from engine import use_engine
 from heads import distillation_loss
@@ -37,6 +38,7 @@ SHAPES = (((16, 96), 160, 0.76), ((100, 300), 128, 0.12), ((16, 64), 320, 0.12))
 ASKS = 4000                                      # requests that are made of a text
 SELF = "self"                                    # in --chat: what the target itself asks
 SELF_ASKS, ASK_TOKENS, ASK_TEMPERATURE = 800, 160, 0.9          # questions of a seed, their longest, how they are drawn
+IN_VAIN = 5                                      # batches in a row without a new question: it has no more
 CUT, DISTINCT = 8, 8                             # a question loses fewer first tokens; questions that a length needs
 ASK_FORMS = (
     "{passage}\n\nSummarize the text above.", "Summarize this: {passage}", "{passage}\n\nWhat is this text about?",
@@ -149,33 +151,34 @@ def asked_about(text, n=ASKS):
 
 
 def asked_by_itself(args, model, tokenizer, folder):
-    """SELF_ASKS questions that the target asks, kept in `folder` for the next time: a chat model that is given the
+    """SELF_ASKS questions that the target asks, kept in `folder` batch by batch: a chat model that is given the
     beginning of a user's turn goes on with what its users ask (Magpie: Xu et al. 2024, arXiv:2406.08464, section 2)."""
     path = folder / f"asked-{args.seed}.jsonl"
-    if path.exists():
-        return [text for text, _ in read_prompts(path)]
+    questions = [text for text, _ in read_prompts(path)] if path.exists() else []
     check_chat(tokenizer)
     before, behind = around_the_user(tokenizer)
-    start, ends = torch.tensor(before), [*stop_ids(model), *behind[:1]]
-    starts, temperatures = start.repeat(args.sample_rows, 1), torch.full((args.sample_rows,), ASK_TEMPERATURE)
-    generator, questions = torch.Generator().manual_seed(args.seed), {}
-    bar = tqdm(total=SELF_ASKS, unit="question", desc="asked by the target itself")
-    while len(questions) < SELF_ASKS:
-        ids, _, _, length, _ = sample_batch(model, starts, temperatures, ASK_TOKENS, 1, generator, ends)
-        turns = [row[len(start):n - 1] for row, n in zip(ids.tolist(), length) if row[n - 1] in ends]
+    starts, temperatures = torch.tensor([before] * args.sample_rows), torch.full((args.sample_rows,), ASK_TEMPERATURE)
+    folder.mkdir(parents=True, exist_ok=True)
+    bar, in_vain = tqdm(total=SELF_ASKS, initial=len(questions), unit="question", desc="asked by the target itself"), 0
+    while len(questions) < SELF_ASKS and in_vain < IN_VAIN:
+        seed = np.random.default_rng((args.seed, len(questions), in_vain)).integers(1 << 62)
+        ends = [*stop_ids(model), *behind[:1]]
+        ids, _, _, length, _ = sample_batch(model, starts, temperatures, ASK_TOKENS, 1,
+                                            torch.Generator().manual_seed(int(seed)), ends)
+        turns = [row[len(before):n - 1] for row, n in zip(ids.tolist(), length) if row[n - 1] in ends]
         asked = dict.fromkeys(map(str.strip, tokenizer.batch_decode(turns)))  # each once, in their order
         new = [text for text in asked if text and text not in questions]
-        if not new:
-            raise ValueError(f"--chat {SELF}: the target asks nothing that ends, given the beginning of a user's turn; "
-                             "give --chat FILE instead")
-        questions.update(dict.fromkeys(new))
+        in_vain = 0 if new else in_vain + 1
+        questions += new
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions), "utf-8")
+        partial.replace(path)
         bar.update(len(new))
     bar.close()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions), "utf-8")
-    partial.replace(path)
-    return list(questions)
+    if not questions:
+        raise ValueError(f"--chat {SELF}: the target asks nothing that ends, given the beginning of a user's turn; "
+                         "give --chat FILE instead")
+    return questions
 
 
 def split_weight(spec):
@@ -353,9 +356,22 @@ def stop_ids(model):
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def draw_prompts(sources, args, rng):
-    """Prompts for one batch: (ids [B, n], names [B], temperatures [B], new tokens)."""
-    (low, high), n_new, _ = SHAPES[rng.choice(len(SHAPES), p=[s[2] for s in SHAPES])]
+def fitting(context):
+    """SHAPES within a context: what is too long loses the longest prompts, or is left out. Raises ValueError if nothing
+    is left."""
+    room = math.inf if context is None else context
+    shapes = [((low, min(high, room - n_new)), n_new, share) for (low, high), n_new, share in SHAPES]
+    shapes = [shape for shape in shapes if shape[0][0] <= shape[0][1]]
+    if not shapes:
+        raise ValueError(f"the target's context of {context} tokens is too short to be sampled from")
+    return shapes
+
+
+def draw_prompts(sources, args, rng, context=None):
+    """Prompts for one batch: (ids [B, n], names [B], temperatures [B], new tokens), together within the context."""
+    shapes = fitting(context)
+    share = np.array([shape[2] for shape in shapes])
+    (low, high), n_new, _ = shapes[rng.choice(len(shapes), p=share / share.sum())]
     lengths = [n for n in range(low, high + 1) if any(source.weight and source.has(n) for source in sources)]
     if not lengths:
         raise ValueError(f"no text of {low} to {high} tokens to cut prompts from; see --text, --prompts, --chat, "
@@ -382,7 +398,7 @@ def sample_target(args, model, sources, folder, features=False):
     bar = tqdm(total=args.sample_tokens, initial=done, unit="tok", desc="sampling the target")
     while done < args.sample_tokens:
         rng = np.random.default_rng((args.seed, number))
-        prompts, names, temperatures, n_new = draw_prompts(sources, args, rng)
+        prompts, names, temperatures, n_new = draw_prompts(sources, args, rng, context_of(model))
         ids, logp, top, length, hidden = sample_batch(
             model, torch.from_numpy(prompts).long(), torch.from_numpy(temperatures).float(), n_new,
             args.top_k, torch.Generator().manual_seed(int(rng.integers(1 << 62))), stop_ids(model), features)
@@ -933,8 +949,8 @@ model to be used alone.
 
 ## Data
 
-The target's law (its {top_k} likeliest tokens at temperature 1) along {tokens:,} tokens of text after their
-prompts, most of it sampled from the target itself. By where the prompt was cut from and how the text came
+The target's law (its {top_k} likeliest tokens at temperature 1{quantised}) along {tokens:,} tokens of text after
+their prompts, most of it sampled from the target itself. By where the prompt was cut from and how the text came
 about ("text": written by people; the others by the target, greedily or at that temperature):
 
 {data}
@@ -1001,7 +1017,14 @@ def write_card(args, student, shards, state, figures, folders):
         tokens=sum(counts.values()), data=data_table(counts), listed=min(LISTED, config.vocab_size),
         steps=state["step"], positions=state["positions"], minutes=state["seconds"] / 60,
         machine=f"{os.cpu_count()} CPU cores that other work shared in part", kl_weight=args.kl_weight,
-        ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce, table=table, commands="\n".join(commands)))
+        ce_weight=args.ce_weight, loss=loss, kl=kl, ce=ce, table=table, commands="\n".join(commands),
+        quantised=quantised(commands)))
+
+
+def quantised(commands):
+    """What a card says where one of these commands sampled the target on int8."""
+    sampled = any(re.search(r"--sample-engine[ =]int8", line) for line in commands)
+    return "; in 8 bits where a command below samples on int8" if sampled else ""
 
 
 def note_command(args, folder):
@@ -1145,7 +1168,8 @@ def check_files(args):
             path, weight = split_weight(spec)
         except ValueError:
             raise ValueError(f"{spec!r} is not FILE or FILE=WEIGHT") from None
-        if not (path.is_file() or spec in args.chat and path == Path(SELF)) or weight < 0:
+        asked = path == Path(SELF) and spec not in args.text + args.prompts + args.samples
+        if not (path.is_file() or asked) or weight < 0:
             raise ValueError(f"no such file: {path}" if weight >= 0 else f"negative weight in {spec!r}")
     for spec in args.held_out:
         if not Path(spec.partition("=")[0]).is_file():
@@ -1166,6 +1190,12 @@ def load_teacher(name, dtype):
     model = load(name, dtype)
     model.set_attn_implementation("grouped")
     return model
+
+
+def sample_stage(args, tokenizer, folder, features=False):
+    """The target on --sample-engine, sampled: see sample_target."""
+    model = load_sampled(args)
+    sample_target(args, model, load_sources(args, model, tokenizer, folder), folder, features)
 
 
 def load_sampled(args):
@@ -1197,8 +1227,7 @@ def main(argv):
         return 0
     note_command(args, work if args.only == "train" else teacher)
     if args.only in (None, "sample"):
-        model = load_sampled(args)
-        sample_target(args, model, load_sources(args, model, tokenizer, teacher), teacher)
+        sample_stage(args, tokenizer, teacher)
     if args.only in (None, "score"):
         score_texts(args, load_target(teacher_type), tokenizer, teacher)
     if args.only in (None, "train"):

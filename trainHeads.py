@@ -21,8 +21,8 @@ from metrics import Column, as_script
 from mtp import HEADS as KINDS
 from PPL import perplexity
 from trainDraft import (COMMANDS, PROMPT_SHARE, STOPPED, Parser, Shards, add_data_flags, add_training_flags,
-                        check_files, data_table, given_texts, greedy_rows, held_out, load, load_sampled, load_sources,
-                        load_teacher, markdown_table, note_command, read_shard, results_of, running, sample_target,
+                        check_files, data_table, given_texts, greedy_rows, held_out, load, load_teacher,
+                        markdown_table, note_command, quantised, read_shard, results_of, running, sample_stage,
                         save_features, schedule, score_texts, train_on, update)
 
 DEFAULT_KIND = "eagle"
@@ -171,11 +171,16 @@ def make_head(args, target, shards, held=()):
     one in --start. It has to have room for --context and for the held-out rows."""
     torch.manual_seed(args.seed)
     head = trained_head(args.start, target) if args.start else new_head(args, target, shards)
-    longest = max([args.context, *(len(row["ids"]) for row in held)])
-    if head.config.get("limit", longest) < longest:
-        raise ValueError(f"--option limit must be at least {longest}, the tokens of a text (--context, --held-out, "
-                         "--held-chat, --held-new)")
+    check_room(head, [args.context, *(len(row["ids"]) for row in held)])
     return head
+
+
+def check_room(head, lengths):
+    """Raises ValueError unless the head has positions for texts of so many tokens."""
+    limit = head.config.get("limit", math.inf)
+    if limit < max(lengths):
+        raise ValueError(f"a text of {max(lengths)} tokens does not fit the head's --option limit={limit}: see "
+                         "--context, --held-out, --held-chat, --held-new")
 
 
 def new_head(args, target, shards):
@@ -341,9 +346,10 @@ embedding and output matrix, which it takes from the target. It proposes the {ke
 
 ## Data
 
-The target's hidden states ({arithmetic}) and its law (its {top_k} likeliest tokens at temperature 1) along
-{tokens:,} tokens of text after their prompts, most of it sampled from the target itself. By where the prompt was cut
-from and how the text came about ("text": written by people; the others by the target, greedily or at that temperature):
+The target's hidden states ({arithmetic} arithmetic{quantised}) and its law (its {top_k} likeliest tokens at
+temperature 1) along {tokens:,} tokens of text after their prompts, most of it sampled from the target itself. By where
+the prompt was cut from and how the text came about ("text": written by people; the others by the target, greedily or
+at that temperature):
 
 {data}
 
@@ -384,10 +390,7 @@ def write_card(args, head, shards, state, figures, work, notes):
          for name, f in figures.items()]) if figures else "Not measured: no --held-out text that is long enough."
     left_out = ("tree", "accuracy", "hidden", "vocab", "kept")
     settings = args.weights | {k: v for k, v in head.config.items() if k not in left_out}
-    commands = "\n".join(commands_for(args, work))
-    arithmetic = f"{'bfloat16' if args.bf16 else 'float32'} arithmetic"
-    if "--sample-engine int8" in commands:
-        arithmetic += ", 8 bits where a command below samples on int8"
+    commands = list(commands_for(args, work))
     (args.out / "README.md").write_text(CARD.format(
         name=args.out.name, kind=head.kind, target=Path(args.target).name,
         params=sum(value.numel() for value in head.own_state().values() if value.is_floating_point()),
@@ -395,7 +398,8 @@ def write_card(args, head, shards, state, figures, work, notes):
         positions=state["positions"], minutes=state["seconds"] / 60, threads=args.threads,
         machine=f"{os.cpu_count()} CPU cores that other work shared in part", loss=state["loss"] or math.nan,
         options=", ".join(f"{k} {v}" for k, v in settings.items()) or "none", table=table,
-        notes="".join(f"\n\n{note}" for note in notes), commands=commands, arithmetic=arithmetic,
+        notes="".join(f"\n\n{note}" for note in notes), commands="\n".join(commands),
+        arithmetic="bfloat16" if args.bf16 else "float32", quantised=quantised(commands),
         licences="See the draft's card in `models/smollm2-draft-small` for these." if Path(args.target).name == LICENSED
         else "The licences of the target and of the texts apply."), encoding="utf-8")
 
@@ -501,7 +505,9 @@ def main(argv):
     if args.evaluate:
         target = load(args.target, torch.float32)
         head = load_head(args.evaluate, target, KINDS)
-        figures = evaluate(head, held_rows(args, target, work), args.depths)
+        held = held_rows(args, target, work)
+        check_room(head, [len(row["ids"]) for row in held])
+        figures = evaluate(head, held, args.depths)
         if not figures:
             raise ValueError(f"no held-out text goes on for more than --depths {args.depths} tokens")
         report(args, head, figures)
@@ -518,8 +524,7 @@ def prepare(args):
     tokenizer = load_tokenizer(args.target)
     note_command(args, args.teacher)
     if args.only in (None, "sample"):
-        model = load_sampled(args)
-        sample_target(args, model, load_sources(args, model, tokenizer, args.teacher), args.teacher, features=True)
+        sample_stage(args, tokenizer, args.teacher, features=True)
     model = load_teacher(args.target, torch.bfloat16 if args.bf16 else torch.float32)
     if args.only in (None, "score"):
         score_texts(args, model, tokenizer, args.teacher)

@@ -344,12 +344,13 @@ def test_a_tiny_temperature_is_greedy_for_everybody(run):
 
 
 def test_methods_with_settings_stand_in_one_table(run, bench):
-    labels = ["target", "spec:1", "spec:3", "lookup:2", *(f"dynamic:{name}" for name in bench.CONTROLLERS)]
+    labels = ["target", "spec:1", "spec:3", "lookup:2", "lookup:cost",
+              *(f"dynamic:{name}" for name in bench.CONTROLLERS)]
     code, rows, text = run("--speed", 1, "--methods", ",".join(labels), "--n-prompts", 1)
     assert code == 0 and [row["label"] for row in rows] == labels
-    assert [row["method"] for row in rows] == ["target", "spec", "spec", "lookup"] + ["dynamic"] * 5
-    assert [row["gamma"] for row in rows] == [None, 1, 3, 2, *bench.CONTROLLERS]
-    assert [row["controller"] for row in rows] == [None] * 4 + list(bench.CONTROLLERS)
+    assert [row["method"] for row in rows] == ["target", "spec", "spec", "lookup", "lookup"] + ["dynamic"] * 5
+    assert [row["gamma"] for row in rows] == [None, 1, 3, 2, None, *bench.CONTROLLERS]
+    assert [row["controller"] for row in rows] == [None] * 5 + list(bench.CONTROLLERS)
     assert max(rows[1]["gamma_log"]) == 1 and max(rows[2]["gamma_log"]) == 3 and rows[1]["mean_gamma"] <= 1
     assert len(rows[2]["proposed_at"]) <= 3 and "dynamic:confidence" in text and "costs     target step" in text
 

@@ -251,3 +251,8 @@ def test_sequences_side_by_side_are_what_each_is_alone(family, engine):
                 rows = rows[stay]
             for row, *found in zip(rows.tolist(), *batch.step(ids[rows, at])):
                 check(row, *found, at)
+
+
+def test_more_positions_than_the_context_are_refused():
+    with pytest.raises(ValueError, match="321 tokens do not fit the model's context of 320"):
+        CachedBatch(MODELS["llama"], 321)

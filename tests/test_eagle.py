@@ -291,7 +291,9 @@ def test_children_are_drawn_without_replacement(tries, monkeypatch):
         assert chi_square_p(seconds, law) > 1e-4
     lengths = Counter(map(len, paths))
     assert set(lengths) <= {1, 2, 3} and (lengths[3] > 29900 if tries == 32 else lengths[1] > 1000 < lengths[2])
-    assert drafter.children(torch.full((1, 5), float("nan")), drafter.growth(drafter)) == [[]]
+    tree = drafter.growth(drafter)
+    tree.add(drafter.children(torch.full((1, 5), float("nan")), tree), [-1])
+    assert tree.tokens == [] and tree.promising(1) == [] == tree.best()
 
 
 @torch.inference_mode()

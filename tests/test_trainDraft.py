@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,30 +128,91 @@ def test_texts_are_asked_about(target_folder, tmp_path):
 
 
 def test_the_target_asks_itself(target_folder, target, tmp_path, monkeypatch):
-    """--chat self: users' turns that the target ends, each once, kept for the next run of this seed."""
+    """--chat self: users' turns that the target ends, each once. They are kept batch by batch, and a run that was
+    stopped asks what it would have asked."""
     monkeypatch.setattr(trainDraft, "SELF_ASKS", 40)
     args, tokenizer = chat_arguments(target_folder, tmp_path, "self=0.5")
+    asked = lambda: [json.loads(line)["prompt"] for line in (tmp_path / "asked-0.jsonl").read_text().splitlines()]
     source, = trainDraft.load_sources(args, target, tokenizer, tmp_path)
-    kept = [json.loads(line)["prompt"] for line in (tmp_path / "asked-0.jsonl").read_text().splitlines()]
+    kept = asked()
     assert source.name == "self (chat)" and (source.before, source.behind) == (2, 2)
     assert len(source.documents) == len(set(kept)) == len(kept) >= 40 and "" not in kept
     ends = tokenizer("w2 </s>", add_special_tokens=False).input_ids
     for ids, question in zip(source.documents, kept):
-        asked = tokenizer(question, add_special_tokens=False).input_ids
-        assert ids[2:-2].tolist() == asked and not np.isin(asked, ends).any()
+        words = tokenizer(question, add_special_tokens=False).input_ids
+        assert ids[2:-2].tolist() == words and not np.isin(words, ends).any()
     again, = trainDraft.load_sources(args, None, tokenizer, tmp_path)  # nobody is asked
     assert [ids.tolist() for ids in again.documents] == [ids.tolist() for ids in source.documents]
+    (tmp_path / "asked-0.jsonl").unlink()
+    monkeypatch.setattr(trainDraft, "SELF_ASKS", 1)
+    trainDraft.load_sources(args, target, tokenizer, tmp_path)
+    assert 0 < len(asked()) < 40
+    monkeypatch.setattr(trainDraft, "SELF_ASKS", 40)
+    trainDraft.load_sources(args, target, tokenizer, tmp_path)
+    assert asked() == kept
     args.seed = 1
     trainDraft.load_sources(args, target, tokenizer, tmp_path)
     other = {json.loads(line)["prompt"] for line in (tmp_path / "asked-1.jsonl").read_text().splitlines()}
     assert len(other & set(kept)) < 20
 
 
+def test_a_target_that_has_few_questions_is_asked_no_more(target_folder, target, tmp_path, monkeypatch):
+    """A batch without a new one is no end yet; several in a row are."""
+    args, tokenizer = chat_arguments(target_folder, tmp_path, "self")
+    w = tokenizer("w1 w2 w7 w8 w9", add_special_tokens=False).input_ids
+    answers = iter([[w[2]], [], [w[2], w[3]], *[[w[3]]] * 4, [w[4]], *[[w[2]]] * 5])  # the questions of each batch
+
+    def batch(model, starts, *_):
+        rows = [[*starts[0].tolist(), question, w[1]] for question in next(answers)]
+        return torch.tensor(rows), None, None, torch.tensor([len(row) for row in rows]), None
+
+    monkeypatch.setattr(trainDraft, "sample_batch", batch)
+    source, = trainDraft.load_sources(args, target, tokenizer, tmp_path)
+    assert [ids[2] for ids in source.documents] == w[2:] and next(answers, None) is None
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m['content'] }}{% endfor %}",
+                                      "{% for m in messages %}w1 {{ m['content'] | lower }}{% endfor %}"])
+def test_a_template_without_a_beginning_of_a_users_turn_is_told(target_folder, target, tmp_path, template):
+    args, tokenizer = chat_arguments(target_folder, tmp_path, "self")
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="no beginning of a user's turn: give --chat FILE"):
+        trainDraft.load_sources(args, target, tokenizer, tmp_path)
+
+
+def test_only_chat_may_be_self(target_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        trainDraft.main(arguments(target_folder, tmp_path / "draft", "--only", "sample", "--prompts", "self", "--chat",
+                                  "self"))
+    assert stop.value.code == 2 and "no such file: self" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["eager", "int8"])
+def test_samples_keep_to_the_targets_context(target_folder, tmp_path, engine, capsys):
+    """On int8 longer ones once read what is behind the rotary tables."""
+    small = tmp_path / "small"
+    shutil.copytree(target_folder, small)
+    for context, code in ((192, 0), (100, 2)):
+        config = json.loads((small / "config.json").read_text())
+        (small / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+        flags = arguments(small, tmp_path / f"draft{context}", "--only", "sample", "--sample-engine", engine,
+                          "--sample-tokens", "4000")
+        if code:
+            with pytest.raises(SystemExit) as stop:
+                trainDraft.main(flags)
+            assert stop.value.code == code and "context of 100 tokens is too short" in capsys.readouterr().err
+            continue
+        trainDraft.main(flags)
+        shards = [trainDraft.read_shard(p) for p in (tmp_path / "draft192.work" / "samples").glob("*.npz")]
+        assert len(shards) > 2 and all(shard["ids"].shape[1] <= 192 for shard in shards)
+        assert all(np.isfinite(shard["logp"][:, :8].astype(np.float32)).all() for shard in shards)
+
+
 def test_a_target_that_asks_nothing_is_told(target_folder, target, tmp_path):
     args, tokenizer = chat_arguments(target_folder, tmp_path, "self")
     target.lm_head.weight.data[tokenizer("w2 </s>", add_special_tokens=False).input_ids] = 0
     target.lm_head.weight.data *= 100  # it never ends a turn
-    with pytest.raises(ValueError, match="asks nothing that ends, .*; give --chat FILE"):
+    with pytest.raises(ValueError, match="asks nothing that ends, .*; give --chat FILE instead"):
         trainDraft.load_sources(args, target, tokenizer, tmp_path)
 
 

@@ -360,6 +360,17 @@ def named(aside, n, prefix="sample-9"):
     return [name for name in names if (zlib.crc32(name.encode()) % trainHeads.ASIDE == 0) == aside][:n]
 
 
+def test_evaluating_a_head_with_too_small_a_limit_is_told(target_folder, work, tmp_path, capsys):  # noqa: F811
+    """It once ended in an IndexError."""
+    held = ["--held-out", str(target_folder / "held.txt")]
+    assert run(target_folder, work, "--only", "train", "--out", str(tmp_path / "head"), "--steps", "1", "--context", "16",
+                "--option", "inner=48", "heads=2", "limit=40", "--results", str(tmp_path)) == 0
+    with pytest.raises(SystemExit) as stop:
+        run(target_folder, work, "--evaluate", str(tmp_path / "head"), *held, "--held-prompt-tokens", "30",
+            "--held-new", "40")
+    assert stop.value.code == 2 and "70 tokens does not fit the head's --option limit=40" in capsys.readouterr().err
+
+
 def test_shards_that_arrive_are_taken_in_as_a_later_run_finds_them(target_folder, work, tmp_path,  # noqa: F811
                                                                    monkeypatch):
     a, b, *_ = stems_of(work)
@@ -378,7 +389,7 @@ def test_shards_that_arrive_are_taken_in_as_a_later_run_finds_them(target_folder
     args = trainHeads.parse(arguments(target_folder, tmp_path, "--steps", "4", "--save-seconds", "0", "--out", "x"))
     args.options, args.weights = {"inner": 48, "heads": 2, "limit": 512}, {}
     target = AutoModelForCausalLM.from_pretrained(target_folder)
-    with pytest.raises(ValueError, match="--option limit must be at least 513, .*--held-chat"):
+    with pytest.raises(ValueError, match="513 tokens does not fit .* limit=512: .*--held-chat"):
         trainHeads.make_head(args, target, shards, [{"ids": [0] * 513}])  # a question that is longer than all others
     trainHeads.train(args, trainHeads.make_head(args, target, shards), shards, tmp_path / "eagle.pt")
     assert [len(loaded) for loaded in seen] == [2, 2, 3, 3]
