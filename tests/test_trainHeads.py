@@ -363,8 +363,8 @@ def named(aside, n, prefix="sample-9"):
 def test_evaluating_a_head_with_too_small_a_limit_is_told(target_folder, work, tmp_path, capsys):  # noqa: F811
     """It once ended in an IndexError."""
     held = ["--held-out", str(target_folder / "held.txt")]
-    assert run(target_folder, work, "--only", "train", "--out", str(tmp_path / "head"), "--steps", "1", "--context", "16",
-                "--option", "inner=48", "heads=2", "limit=40", "--results", str(tmp_path)) == 0
+    assert run(target_folder, work, "--only", "train", "--out", str(tmp_path / "head"), "--steps", "1",
+               "--context", "16", "--option", "inner=48", "heads=2", "limit=40", "--results", str(tmp_path)) == 0
     with pytest.raises(SystemExit) as stop:
         run(target_folder, work, "--evaluate", str(tmp_path / "head"), *held, "--held-prompt-tokens", "30",
             "--held-new", "40")
