@@ -101,8 +101,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--draft-vocab", type=int, default=DRAFT_VOCAB,
         help="most frequent tokens, which alone a draft proposes whose folder lists them; 0: all")
     add("--heads", nargs="+", metavar="FOLDER", help="draft heads of the target; each replaces --pair's of its kind")
-    add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8, dynamic:cost, "
-        "eagle:16 or tree:2x2x1")
+    add("--methods", help=f"any of {', '.join(TABLE)}; a setting may follow, as in spec:8, "
+        "lookup:cost, dynamic:cost, eagle:16 or tree:2x2x1")
     add("--max-len", "--maxLen", type=int, default=MAX_LEN, help="new tokens per prompt")
     add("--gamma", type=int, default=GAMMA, help="tokens proposed in a round")
     add("--gammas", type=whole_numbers, default=GAMMAS, help="of the stages of multi, as 4,4")
