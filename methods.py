@@ -246,7 +246,7 @@ DRAFTED = (*DRAFTERS, "multi")  # ours, whose speed the costs predict
 # What may stand behind the colon: how it is written, what it is, for instance, and what is made of it.
 SETTINGS = {
     "gamma": (r"[1-9]\d*", "a gamma of 1 or more", "4", int),
-    "gamma or cost": (r"cost|[1-9]\d*", "a gamma of 1 or more, or cost", "4, cost",
+    "gamma or cost": (r"cost|[1-9]\d*", "cost or a gamma of 1 or more", "cost, 4",
                       lambda text: text if text == "cost" else int(text)),
     "controller": ("|".join(CONTROLLERS), "a controller", ", ".join(CONTROLLERS), str),
     "nodes": (r"[1-9]\d*", "a number of nodes", "16", int),
