@@ -341,7 +341,7 @@ class CachedBatch:
         if context is not None and positions > context:
             raise ValueError(f"{positions} tokens do not fit the model's context of {context}")
         self.model, self.positions, self.length = model, positions, 0
-        self.stack = model.lean.stack if str(getattr(model, "engine", "")) == "int8" else None
+        self.stack = model.lean.stack if getattr(model, "engine", None) == "int8" else None
         self.cache, self._cache_argument = empty_cache(), cache_argument(model)
 
     def prompts(self, ids: LongTensor) -> Iterator[tuple[Tensor, Tensor]]:

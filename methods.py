@@ -266,7 +266,7 @@ def setting_of(args, label: str):
     name, colon, setting = label.partition(":")
     kind = TABLE[name].setting
     if not colon:
-        given = getattr(args, kind.partition(" ")[0], None) if kind else None
+        given = getattr(args, kind.partition(" ")[0], None) if kind else None  # "gamma or cost": --gamma
         return DEFAULTS.get(name) if given is None else given
     return SETTINGS[kind][-1](setting)
 

@@ -170,15 +170,20 @@ def asked_by_itself(args, model, tokenizer, folder):
         new = [text for text in asked if text and text not in questions]
         in_vain = 0 if new else in_vain + 1
         questions += new
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions), "utf-8")
-        partial.replace(path)
+        write_whole(path, "".join(json.dumps({"prompt": text}) + "\n" for text in questions))
         bar.update(len(new))
     bar.close()
     if not questions:
         raise ValueError(f"--chat {SELF}: the target asks nothing that ends, given the beginning of a user's turn; "
                          "give --chat FILE instead")
     return questions
+
+
+def write_whole(path, text):
+    """`text` into a file that is never found half-written."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
 
 
 def split_weight(spec):
@@ -878,9 +883,7 @@ def held_out(args, tokenizer, load_target, folder):
         raise ValueError(f"no held-out prompt of {args.held_prompt_tokens} tokens; see --held-out, --held-chat")
     rows = greedy_rows(load_target(torch.float32), prompts, sources, args.held_new)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(rows))
-    partial.replace(path)
+    write_whole(path, json.dumps(rows))
     return rows
 
 
