@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from engine import SLICE, StaticKV, attend, causal_mask, rotate, without_python, write
+from engine import SLICE, Int8Layer, Int8Linear, StaticKV, attend, causal_mask, rotate, without_python, write
 from heads import Head, HeadDrafter, law_loss
 from medusa import parents_of
 from specSampling import MeasuredSpeed
@@ -32,7 +32,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, d: int, inner: int, heads: int, extra: int = 0):
         super().__init__()
-        self.heads, self.head_dim = heads, d // heads
+        self.heads, self.kv_heads, self.head_dim = heads, heads, d // heads
         self.norm1, self.norm2 = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
         self.qkv, self.o = nn.Linear(d + extra, 3 * d, bias=False), nn.Linear(d, d, bias=False)
         self.gate_up, self.down = nn.Linear(d, 2 * inner, bias=False), nn.Linear(inner, d, bias=False)
@@ -104,13 +104,14 @@ class EagleHead(Head):
     def bound(self):
         self.passes, self.codes = {}, None  # of decoding, once they are made: no part of the state
 
-    def forward(self, *step, module: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(self, *told, module: int = 0) -> tuple[Tensor, Tensor]:
         """A step of decoding, see DraftPass; made on the first call, when the layers are on their engine."""
         if module not in self.passes:
             self.codes = coded(self) if self.codes is None else self.codes
-            self.passes[module] = without_python(DraftPass(self, module).eval())
+            step = DraftPass(self, module).eval()
+            self.passes[module] = step if isinstance(step.layer, Int8Layer) else without_python(step)
         with torch.jit.optimized_execution(False):
-            return self.passes[module](*step)
+            return self.passes[module](*told)
 
     def build(self, d: int, inner: int, heads: int, extra: int) -> None:
         """The trained parts: the way in, the layer, the way out to the output matrix."""
@@ -279,7 +280,8 @@ class DraftPass(nn.Module):
     def __init__(self, head: EagleHead, module: int = 0):
         super().__init__()
         self.embedding, self.codes, self.copying = head.embedding, head.codes, head.code is not None
-        _, self.enter, self.layer = head.stage(module)
+        _, self.enter, layer = head.stage(module)
+        self.layer = Int8Layer(layer) if isinstance(layer.qkv, Int8Linear) else layer
         self.leave, self.out = head.leave, head.out
 
     def forward(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, width: int, mask: Tensor,

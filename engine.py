@@ -73,8 +73,8 @@ def what_is_missing(model, engine: str) -> str | None:
     cpu, float32 = model.device.type == "cpu", model.dtype == torch.float32
     if engine == "packed" and not (cpu and float32 and torch.backends.mkldnn.is_available()):
         return "float32 on a CPU with oneDNN"
-    if engine == "int8" and not (cpu and float32 and "fbgemm" in torch.backends.quantized.supported_engines):
-        return "float32 weights on an x86 CPU with fbgemm"
+    if engine == "int8" and not (cpu and float32):
+        return "float32 weights on a CPU"
     if engine == "int8" and kernels is None:
         return "numba, see requirements.txt"
     if engine == "graphs" and model.device.type != "cuda":
@@ -83,6 +83,8 @@ def what_is_missing(model, engine: str) -> str | None:
     if engine in ("int8", "graphs") and not is_lean(model):
         known = model.config.model_type in ("llama", "gpt_neox")
         return f"Llama or GPT-NeoX, and this is {model.config.model_type}" + known * " with unusual settings or layers"
+    if engine == "int8" and model.config.model_type == "gpt_neox" and model.config.hidden_act not in ACTIVATIONS:
+        return f"an activation among {', '.join(ACTIVATIONS)}, and this is {model.config.hidden_act}"
     if engine == "graphs" and len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
         return "the model on one GPU"
     return None
@@ -122,59 +124,27 @@ class Int8Linear(nn.Module):
 
     Channels with large inputs would leave the others few levels: they are divided by s_j = max|x_j|^a / max|w_j|^(1-a)
     and their weights multiplied by it (SmoothQuant, Xiao et al. 2023, arXiv:2211.10438, equation 4). Inputs take 8
-    bits, weights 7: without VNNI instructions fbgemm adds pairs of products in 16 bits, which 8 and 8 overflow, and
-    the law must not depend on the machine.
+    bits, weights 7, on any machine: see kernels.multiply.
 
     weight: [out, in] float32; bias: [out] or None; largest: [in], the largest |x| of each input channel.
     """
 
-    INPUT_LEVELS, WEIGHT_LEVELS, SMOOTHING = 127, 63, 0.6
+    SMOOTHING = 0.6
 
     def __init__(self, weight: Tensor, bias: Tensor | None, largest: Tensor):
         super().__init__()
-        self.out_features, self.bias = weight.shape[0], bias
-        weight = weight.detach()
-        a = self.SMOOTHING
+        self.out_features = weight.shape[0]
+        weight, a = weight.detach(), self.SMOOTHING
         smooth = largest.clamp(min=1e-5) ** a / weight.abs().amax(dim=0).clamp(min=1e-5) ** (1 - a)
-        self.shrink = 1 / smooth
-        self.product = Int8Weight(weight * smooth, self.WEIGHT_LEVELS, self.INPUT_LEVELS)
+        bias = torch.zeros(self.out_features) if bias is None else bias.detach()
+        self.weights = kernels.in_levels((weight * smooth).numpy(), bias.numpy(), (1 / smooth).numpy())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.shrink
-        scale = x.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30)
-        y = self.product(x.div_(scale)).mul_(scale)
-        return y if self.bias is None else y.add_(self.bias)
-
-
-class Int8Weight(nn.Module):
-    """The product alone, of levelled rows: x [n, in] times an Int8Linear's `shrink`, divided by its row's largest |x|,
-    by which the result [n, out] is to be multiplied before the bias is added."""
-
-    __constants__ = ("levels",)
-
-    def __init__(self, weight: Tensor, weight_levels: int, levels: int):
-        super().__init__()
-        self.packed, self.levels = pack_int8(weight, weight_levels), levels
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x, 1 / self.levels, self.levels + 1, self.packed)
-
-
-def pack_int8(weight: Tensor, levels: int):
-    """`weight` [out, in] in whole numbers from -levels to levels, each output channel with a scale of its own, in
-    fbgemm's order."""
-    scale = weight.abs().amax(dim=1).clamp_(min=1e-30).double() / levels
-    zero = torch.zeros_like(scale, dtype=torch.long)
-    before = torch.backends.quantized.engine
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantised tensors are deprecated, but fbgemm's packing has no other door
-        q = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
-    try:
-        torch.backends.quantized.engine = "fbgemm"
-        return torch.ops.quantized.linear_prepack(q, None)
-    finally:
-        torch.backends.quantized.engine = before
+        rows = x.detach().reshape(-1, x.shape[-1])
+        y = torch.empty(len(rows), self.out_features)
+        if len(rows):
+            kernels.linear(rows.contiguous().numpy(), self.weights, kernels.team(torch.get_num_threads()), y.numpy())
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 @contextlib.contextmanager
@@ -591,8 +561,8 @@ def lean_forward(model, kind: type[Stack]) -> LeanForward | None:
 
 
 class Int8Stack(Stack):
-    """A Stack whose linear layers are Int8Linear. What is between the products is in kernels.py, where each row is
-    computed by itself: fed alone or with others, it has the same bits. (torch's attention adds in an order that depends
+    """A Stack whose linear layers are Int8Linear, and whose layers are one call: see kernels.py, where each row is
+    computed by itself. Fed alone or with others, it has the same bits. (torch's attention adds in an order that depends
     on how many rows there are. One other last bit can tip a rounding to 8 bits, and the layers behind would make other
     logits of it.)"""
 
@@ -600,133 +570,86 @@ class Int8Stack(Stack):
 
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__(model, rotary, blocks, norm)
-        self.head = without_python(self.head)
-        self.layers = [(Int8Llama if isinstance(block, LlamaBlock) else Int8NeoX)(block) for block in blocks]
-        self.rooms = [Room(len(product.shrink)) for product in self.layers[0].products]  # for all layers
-        half = self.cos.shape[-1] // 2
-        self.turns = [table.flatten(1)[:, -half:].contiguous().numpy() for table in (self.cos, self.sin)]
+        gated = model.config.model_type == "llama"
+        self.layers = int8_layers(blocks, "GATED" if gated else ACTIVATIONS[model.config.hidden_act])
+        self.turns = half_tables(self.cos, self.sin)
 
     def hidden(self, ids: Tensor, kv: Tensor, at: None, positions: Tensor | None, start: int, width: int,
                mask: Tensor | None) -> Tensor:
         where = slice(start, start + ids.shape[0]) if positions is None else positions.numpy()
-        return self.through(ids, kernels.attend, kv, where, start, None if mask is None else mask.numpy())
+        return self.through(ids, kv[:, None], where, start, None if mask is None else mask.numpy())
 
     def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> Tensor:
         """Hidden [B, d] of the next tokens ids [B] of B sequences of `start` tokens each: one product for all of them.
         kv: [layers, B, 2, heads, capacity, head_dim]."""
-        return self.through(ids, attend_each, kv, slice(start, start + 1), start)
+        return self.through(ids, kv, slice(start, start + 1), start)
 
-    def through(self, ids: Tensor, attend: Callable, kv: Tensor, where, start: int, among: np.ndarray | None = None
-                ) -> Tensor:
-        """The layers and the norm: hidden of ids, at the positions `where`, with that attention over kv."""
+    def through(self, ids: Tensor, kv: Tensor, where, start: int, among: np.ndarray | None = None) -> Tensor:
+        """Hidden [n, d] of ids [n], at the positions `where`: see kernels.through."""
         cos, sin = (table[where] for table in self.turns)
-        among = np.zeros((1, 1), np.float32) if among is None else among
-        rooms = [room(ids.shape[0]) for room in self.rooms]
-        team = kernels.team(torch.get_num_threads())
+        among = ONE_TOKEN if among is None else among
         x = F.embedding(ids, self.embedding)
-        rows = x.numpy()
-        for layer, columns in zip(self.layers, kv.numpy()):
-            layer(rooms, rows, attend, cos, sin, columns, start, among, team)
+        kernels.through(x.numpy(), np.empty((len(ids), 0), np.float32), self.layers, kv.numpy(), cos, sin, start, among,
+                        kernels.team(torch.get_num_threads()))
         return self.norm(x)
 
 
-def attend_each(y: np.ndarray, scale: np.ndarray, bias: np.ndarray, where: np.ndarray, cos: np.ndarray, sin: np.ndarray,
-                columns: np.ndarray, start: int, among: np.ndarray, team: np.ndarray, shrink: np.ndarray,
-                out: np.ndarray, out_scale: np.ndarray) -> None:
-    """kernels.attend for rows of one sequence each: columns [n, 2, kv_heads, capacity, size]."""
-    for i in range(y.shape[0]):
-        row = slice(i, i + 1)
-        kernels.attend(y[row], scale[row], bias, where, cos, sin, columns[i], start, among, team, shrink, out[row],
-                       out_scale[row])
+ONE_TOKEN = np.zeros((1, 1), np.float32)  # which sees itself
 
 
-class Room:
-    """Memory for the rows that go into a product, and their scales; for few rows it is kept for the next pass. Passes
-    of one model therefore come one after another, never from two threads at once."""
-
-    FEW = 64
-
-    def __init__(self, size: int):
-        self.size, self.kept = size, {}
-
-    def __call__(self, n: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """Rows [n, size] as a tensor and as an array over the same numbers, and scales [n]."""
-        room = self.kept.get(n)
-        if room is None:
-            rows = torch.empty(n, self.size)
-            room = rows, rows.numpy(), np.empty(n, np.float32)
-            if n <= self.FEW:
-                self.kept[n] = room
-        return room
+def half_tables(*tables: Tensor) -> list[np.ndarray]:
+    """Rotary tables [P, ..., 2 x half] as kernels.turn takes them, [P, half]: the half that holds the sines as they
+    are."""
+    return [table.flatten(1)[:, table.shape[-1] // 2 :].contiguous().numpy() for table in tables]
 
 
-class Int8Product:
-    """An Int8Linear behind a kernel that makes its levelled rows."""
-
-    def __init__(self, linear: Int8Linear):
-        self.product = without_python(linear.product).forward  # past what a module's own call looks for
-        self.shrink = linear.shrink.numpy()
-        self.bias = (torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()).numpy()
-
-    def __call__(self, room: tuple, kernel, *inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The product of what the kernel makes of its inputs, in the room for it: the result before scaling [n, out],
-        and what scales it, [n] and a bias [out], as the next kernel takes them."""
-        rows, array, scale = room
-        kernel(*inputs, self.shrink, array, scale)
-        return self.product(rows).numpy(), scale, self.bias
+# What kernels.py has of the activations between the products of an MLP.
+ACTIVATIONS = {"gelu": "GELU", "gelu_new": "GELU_TANH", "gelu_fast": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH",
+               "relu": "RELU"}
 
 
-def norm_arguments(norm: nn.Module) -> tuple:
-    """weight, bias, eps and whether it is centred, as kernels.norm takes a LayerNorm or an RMSNorm."""
-    centred = isinstance(norm, nn.LayerNorm)
-    bias = norm.bias.detach() if centred else torch.zeros_like(norm.weight)
-    return norm.weight.detach().numpy(), bias.numpy(), np.float32(norm.eps), centred
+def int8_layers(blocks: list[nn.Module], activation: str = "GATED"):
+    """kernels.Layers of LlamaBlocks, NeoXBlocks or draft heads' layers, all of one kind, whose linear layers are
+    Int8Linear and keep views of the common weights."""
+    first = blocks[0]
+    neox = isinstance(first, NeoXBlock)
+    products = []
+    for name in ("qkv", "dense", "up", "down") if neox else ("qkv", "o", "gate_up", "down"):
+        linears = [getattr(block, name) for block in blocks]
+        products.append(kernels.stacked([linear.weights for linear in linears]))
+        for i, linear in enumerate(linears):
+            linear.weights = kernels.of_layer(products[-1], i)
+    norms = [[getattr(block, name) for block in blocks] for name in ("norm1", "norm2")]
+    size, heads = first.head_dim, first.heads
+    if neox:  # head by head: query, key, value
+        where = [[part * size, 3 * size] for part in range(3)]
+    else:
+        where = [[at * size, size] for at in (0, heads, heads + first.kv_heads)]
+    return kernels.Layers(
+        *products, *(np.stack([weight_and_bias(norm) for norm in both]) for both in norms),
+        np.array([[norm.eps for norm in of_layer] for of_layer in zip(*norms)], np.float32),
+        isinstance(norms[0][0], nn.LayerNorm), neox and first.parallel, getattr(kernels, activation), np.array(where))
 
 
-class Int8Llama:
-    """The layer of a LlamaBlock by kernels. Called with the rooms of its products, with x [n, d], the residual
-    stream, which it adds to, and with kernels.attend or attend_each and what that is told, from the rotary tables to
-    the team."""
+class Int8Layer(nn.Module):
+    """An eagle.DecoderLayer, whose linear layers are Int8Linear, in one call. x is overwritten."""
 
-    def __init__(self, block: LlamaBlock):
-        self.products = [Int8Product(linear) for linear in (block.qkv, block.o, block.gate_up, block.down)]
-        self.norm1, self.norm2 = norm_arguments(block.norm1), norm_arguments(block.norm2)
-        size, h, kv = block.head_dim, block.heads, block.kv_heads
-        self.where = np.array([[0, size], [h * size, size], [(h + kv) * size, size]])
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layers = int8_layers([layer])
 
-    def __call__(self, rooms: list[tuple], x: np.ndarray, attend: Callable, *attention) -> None:
-        qkv, o, gate_up, down = self.products
-        states = qkv(rooms[0], kernels.norm, x, *self.norm1)
-        kernels.add(x, *o(rooms[1], attend, *states, self.where, *attention))
-        inner = gate_up(rooms[2], kernels.norm, x, *self.norm2)
-        kernels.add(x, *down(rooms[3], kernels.gate, *inner, attention[-1]))
+    def forward(self, x: Tensor, extra: Tensor, columns: Tensor, start: int, width: int, mask: Tensor, cos: Tensor,
+                sin: Tensor) -> Tensor:
+        kernels.through(x.numpy(), extra.numpy(), self.layers, columns[None, None].numpy(), *half_tables(cos, sin),
+                        start, mask.numpy(), kernels.team(torch.get_num_threads()))
+        return x
 
 
-class Int8NeoX:
-    """NeoXBlock's layer by kernels."""
-
-    def __init__(self, block: NeoXBlock):
-        self.products = [Int8Product(linear) for linear in (block.qkv, block.dense, block.up, block.down)]
-        self.norm1, self.norm2 = norm_arguments(block.norm1), norm_arguments(block.norm2)
-        self.parallel, self.act, size = block.parallel, block.act, block.head_dim
-        self.where = np.array([[part * size, 3 * size] for part in range(3)])
-
-    def __call__(self, rooms: list[tuple], x: np.ndarray, attend: Callable, *attention) -> None:
-        qkv, dense, up, down = self.products
-        states = qkv(rooms[0], kernels.norm, x, *self.norm1)
-        attended = dense(rooms[1], attend, *states, self.where, *attention)
-        if not self.parallel:
-            kernels.add(x, *attended)
-        inner = self.activated(*up(rooms[2], kernels.norm, x, *self.norm2))
-        if self.parallel:
-            kernels.add(x, *attended)
-        kernels.add(x, *down(rooms[3], kernels.levelled, inner))
-
-    def activated(self, y: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
-        """torch's activation. At the end of a thread's share it takes another exp: in float64, rounded to float32, both
-        are the same (but for one in 2^28)."""
-        y = y * scale[:, None] + bias
-        return self.act(torch.from_numpy(y).double()).float().numpy()
+def weight_and_bias(norm: nn.Module) -> np.ndarray:
+    """[2, d] of a LayerNorm or an RMSNorm."""
+    bias = getattr(norm, "bias", None)
+    bias = torch.zeros_like(norm.weight) if bias is None else bias
+    return torch.stack((norm.weight, bias)).detach().numpy()
 
 
 # --------------------------------------------------------------------------------------------------- CUDA graphs

@@ -1,27 +1,32 @@
-"""The small operations between the matrix products of the engine int8, as loops that numba compiles.
+"""The pass of the engine int8, as loops that numba compiles: the products in 8 bits, what stands between them, and all
+layers one after another in one call.
 
 A step of a small model is a few matrix products and, in torch, a thousand small operations between them, each with a
 call and a pass over memory of its own: half of the time. Here they are a few functions. Each works row by row, and what
 it does for a row depends on nothing but that row and what it may see. So a row has the same bits however many are fed
 beside it, without a wider type: in 8 bits another last bit can tip a rounding, and the layers behind would make other
-logits of it. Where there is much to do, several threads take rows, or heads of them, to do the very same (see team).
+logits of it. Where there is much to do, several threads take outputs, rows or heads, to do the very same (see team).
 
-The sums of a row may be taken in any order (fastmath's reassoc, which lets them be vectors), but it is always the same
-one: it follows from lengths, and those are the row's own.
+A product reads its weights in the order in which they lie in memory, once for up to five rows. For few rows that
+reading is what takes the time, and the arithmetic is done meanwhile: a verification costs about as much as a step.
+The sums of a product are whole numbers, exact in any order. Other sums of a row may be taken in any order too
+(fastmath's reassoc, which lets them be vectors), but it is always the same one: it follows from lengths, and those are
+the row's own.
 
-Arrays of numbers are float32 and C-contiguous. x [n, d] is the residual stream. A product in 8 bits is given rows in
-[-1, 1] and is to be multiplied by `scale` [n], the largest |x| of each row: see engine.Int8Linear.
+Arrays are C-contiguous, and of float32 where nothing else is said. x [n, d] is the residual stream.
 """
 
 import ctypes
 import functools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 f32 = np.float32
@@ -58,6 +63,16 @@ def as_float(context, bits):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def as_bits(context, x):
+    """The 32 bits of a float32, as a whole number."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), generate
 
 
 @intrinsic
@@ -98,8 +113,9 @@ def call(context, function, a, b, c, d):
 
 # What a team is told by: an array of OpenMP's function that runs another one on many threads, of how many threads there
 # are, and of the functions that do a thread's share.
-PARALLEL, THREADS, OF_GATE, OF_ATTEND = range(4)
+PARALLEL, THREADS, OF_PRODUCT, OF_ACTIVATION, OF_ATTENTION = range(5)
 ENOUGH = 200  # rows times columns of an attention from which on more than one thread pays
+ENOUGH_WEIGHTS = 50_000  # of a product, likewise
 
 
 @functools.cache
@@ -112,7 +128,7 @@ def team(threads):
         parallel = ctypes.cast(parallel, ctypes.c_void_p).value
     except (OSError, AttributeError):
         parallel, threads = 0, 1
-    shares = (shared(share).address for share in (share_of_gate, share_of_attend))
+    shares = (shared(share).address for share in (share_of_product, share_of_activation, share_of_attention))
     return np.array([parallel, threads, *shares], np.int64)
 
 
@@ -143,41 +159,240 @@ def exp(x):
     return ((((((C6 * r + C5) * r + C4) * r + C3) * r + C2) * r + C1) * r + f32(1)) * power
 
 
+# ------------------------------------------------------------------------------------------------ products in 8 bits
+
+INPUT_LEVELS, WEIGHT_LEVELS = 127, 63  # of either sign; weights take 7 bits: see multiply
+WIDE, DEEP = 16, 4  # outputs of a block of weights, and inputs of each that lie side by side
+ROWS = 5  # of a tile, for which the weights are read once: as many as there are registers for their sums
+AHEAD = 4096  # bytes: so long before their use weights are fetched, where the rows are one tile
+HAS_AVX2 = bool(binding.get_host_cpu_features().get("avx2"))
+
+
+class Weights(NamedTuple):
+    """Linear layers in 8 bits, one for each layer of a model: y = (x * shrink) W^T + bias.
+
+    packed [layers, blocks, ceil(in / DEEP), WIDE * DEEP] int8: W in levels, block by block of WIDE outputs. Of each
+    output, filled up to whole blocks: scale [layers, out], its level over INPUT_LEVELS; shift [layers, out] int32, what
+    its sums have too much, as the levels of inputs are stored without a sign; bias [layers, out]. shrink [layers, in].
+    """
+
+    packed: np.ndarray
+    scale: np.ndarray
+    shift: np.ndarray
+    bias: np.ndarray
+    shrink: np.ndarray
+
+
+def in_levels(weight, bias, shrink):
+    """The Weights of one layer, of weight [out, in], bias [out] and shrink [in]. Each output has a scale of its own."""
+    out, size = weight.shape
+    filled = np.zeros((-(-out // WIDE) * WIDE, -(-size // DEEP) * DEEP), f32)
+    filled[:out, :size] = weight
+    scale = np.maximum(np.abs(filled).max(axis=1), SMALLEST) / f32(WEIGHT_LEVELS)
+    levels = np.rint(filled / scale[:, None]).astype(np.int8)
+    blocks = levels.reshape(-1, WIDE, filled.shape[1] // DEEP, DEEP).transpose(0, 2, 1, 3)
+    packed = aligned(blocks.reshape(1, *blocks.shape[:2], WIDE * DEEP))
+    shift = (INPUT_LEVELS + 1) * levels.sum(axis=1, dtype=np.int32)
+    bias = np.pad(bias, (0, len(filled) - out)).astype(f32)
+    return Weights(packed, scale[None] / f32(INPUT_LEVELS), shift[None], bias[None], shrink[None].astype(f32))
+
+
+def stacked(layers):
+    """The Weights of all layers, from those of each."""
+    together = Weights(*(np.concatenate(arrays) for arrays in zip(*layers)))
+    return together._replace(packed=aligned(together.packed))
+
+
+def of_layer(weights, layer):
+    """The Weights of one layer of several: views."""
+    return Weights(*(array[layer : layer + 1] for array in weights))
+
+
+def aligned(array):
+    """A copy that begins where a line of the cache does, so that no vector of it lies in two."""
+    room = np.empty(array.nbytes + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    copy = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+# Bits of a float32: of |x|, of infinity; and a number to whose sum with another one only whole numbers are near enough.
+ALL_BUT_SIGN, INFINITE, ROUND = np.int32(0x7FFFFFFF), np.int32(0x7F800000), f32(1.5 * 2**23)
+
+
 @part
-def level(row, shrink, scale, i):
-    """Make `row` ready for a product in 8 bits: row * shrink / scale[i], where scale[i] becomes its largest |x|. It
-    becomes NaN where the row holds anything infinite or NaN, which 8 bits would hide."""
-    largest, odd = SMALLEST, f32(0)
+def level(row, shrink, levels, scale, i):
+    """levels[i] (uint8): row * shrink in steps of scale[i] / INPUT_LEVELS, where scale[i] becomes its largest |x|, and
+    INPUT_LEVELS + 1 more, so that none is negative; `row` is overwritten. The scale becomes NaN where the row holds
+    anything infinite or NaN, which 8 bits would hide."""
+    bits = as_bits(SMALLEST)
     for j in range(len(row)):
         row[j] *= shrink[j]
-        largest = max(largest, abs(row[j]))
-        odd += row[j] * f32(0)
-    scale[i] = largest + odd
-    inverse = f32(1) / largest
+        bits = max(bits, as_bits(row[j]) & ALL_BUT_SIGN)  # in the order of |x|; of floats LLVM makes no vectors here
+    largest = as_float(bits)
+    scale[i] = largest if bits < INFINITE else f32(np.nan)
+    inverse = f32(INPUT_LEVELS) / largest
     for j in range(len(row)):
-        row[j] *= inverse
+        levels[i, j] = np.uint8(as_bits(row[j] * inverse + (ROUND + f32(INPUT_LEVELS + 1))) & np.int32(255))
+
+
+def multiply(builder, x, w, avx2):
+    """Of 8 outputs the sum over DEEP inputs of x (unsigned) times w: <8 x i32> of two <32 x i8>.
+
+    AVX2 multiplies unsigned by signed bytes, and adds pairs of products in 16 bits. Those of 8 and 8 bits would not
+    fit; 2 * 255 * 63 does. Without AVX2 the same whole numbers are computed in 32 bits."""
+    words = ir.VectorType(ir.IntType(32), 8)
+    if avx2:
+        halves = ir.VectorType(ir.IntType(16), 16)
+        in_pairs = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(halves, (x.type, x.type)), "llvm.x86.avx2.pmadd.ub.sw")
+        add_pairs = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(words, (halves, halves)), "llvm.x86.avx2.pmadd.wd")
+        return builder.call(add_pairs, (builder.call(in_pairs, (x, w)), ir.Constant(halves, [1] * 16)))
+    wide = ir.VectorType(ir.IntType(32), 32)
+    products, total = builder.mul(builder.zext(x, wide), builder.sext(w, wide)), ir.Constant(words, [0] * 8)
+    for k in range(DEEP):
+        every = ir.Constant(words, list(range(k, 32, DEEP)))
+        total = builder.add(total, builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), every))
+    return total
+
+
+def tile_of(rows, avx2=HAS_AVX2):
+    """tile(x, stride, weights, ahead, steps, row_scale, scale, shift, bias, y, across), of addresses and numbers of
+    bytes: the products y of `rows` rows, which begin `across` bytes apart, with a block of weights. x: DEEP * steps
+    levels of each row, `stride` bytes apart; row_scale: of each row; scale, shift, bias: of each output. Meanwhile the
+    weights `ahead` bytes further on are fetched."""
+
+    def generate(context, builder, signature, arguments):
+        x, stride, weights, ahead, steps, row_scale, scale, shift, bias, y, across = arguments
+        byte, word, number, real = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+        vector, words, reals = ir.VectorType(byte, 32), ir.VectorType(word, 8), ir.VectorType(real, 8)
+        zeros = ir.Constant(words, [0] * 8)
+        fetch = cgutils.get_or_insert_function(builder.module, ir.FunctionType(
+            ir.VoidType(), (byte.as_pointer(), word, word, word)), "llvm.prefetch.p0")
+        eights = range(WIDE // 8)  # of a block's outputs, as there are 8 sums in a vector
+
+        def at(address, offset, kind):
+            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+        def load(address, offset, kind):
+            return builder.load(at(address, offset, kind), align=1)
+
+        def for_all(one, kind):
+            anything = ir.Constant(kind, ir.Undefined)
+            return builder.shuffle_vector(builder.insert_element(anything, one, word(0)), anything, zeros)
+
+        # LLVM keeps them in registers.
+        total = [[cgutils.alloca_once_value(builder, zeros) for _ in eights] for _ in range(rows)]
+        with cgutils.for_range(builder, steps) as loop:
+            place = builder.mul(loop.index, number(WIDE * DEEP))
+            w = [load(weights, builder.add(place, number(32 * e)), vector) for e in eights]
+            builder.call(fetch, (at(weights, builder.add(place, ahead), byte), word(0), word(3), word(1)))
+            place = builder.mul(loop.index, number(DEEP))
+            for i in range(rows):
+                four = load(x, builder.add(place, builder.mul(stride, number(i))), word)
+                four = builder.bitcast(for_all(four, words), vector)
+                for e in eights:
+                    more = multiply(builder, four, w[e], avx2)
+                    builder.store(builder.add(builder.load(total[i][e]), more), total[i][e])
+        for i in range(rows):
+            factor = for_all(load(row_scale, number(4 * i), real), reals)
+            for e in eights:
+                part = number(32 * e)
+                whole = builder.sitofp(builder.sub(builder.load(total[i][e]), load(shift, part, words)), reals)
+                factors = builder.fmul(factor, load(scale, part, reals))
+                result = builder.fadd(builder.fmul(whole, factors), load(bias, part, reals))
+                place = builder.add(builder.mul(across, number(i)), part)
+                builder.store(result, at(y, place, reals), align=1)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(context, x, stride, weights, ahead, steps, row_scale, scale, shift, bias, y, across):
+        return types.none(*[types.int64] * 11), generate
+
+    return tile
+
+
+tile_of_1, tile_of_2, tile_of_3, tile_of_4, tile_of_5 = (tile_of(rows) for rows in range(1, ROWS + 1))
+
+
+@part
+def room_for(weights, n):
+    """For the levels of n rows that are given to a product."""
+    return np.empty((n, weights.packed.shape[2] * DEEP), np.uint8)
+
+
+@part
+def product(levels, row_scale, weights, layer, team, y):
+    """y [n, out]: the product of rows, of which levels [n, ...] and row_scale [n] are told by `level`, with the weights
+    of a layer, and its bias."""
+    blocks, steps = weights.packed.shape[1], weights.packed.shape[2]
+    many = blocks * steps * WIDE * DEEP > ENOUGH_WEIGHTS
+    last = np.empty((len(levels), WIDE), f32)  # of the outputs of a block that is not full
+    told = np.empty(15, np.int64)
+    told[:6] = 0, levels.shape[0], levels.shape[1], y.shape[1], blocks, steps
+    told[6] = (blocks - 1) // (2 * team[THREADS]) + 1 if many else blocks  # that a thread takes at a time
+    told[7], told[8], told[9] = levels.ctypes.data, row_scale.ctypes.data, weights.packed[layer].ctypes.data
+    told[10], told[11] = weights.scale[layer].ctypes.data, weights.shift[layer].ctypes.data
+    told[12], told[13], told[14] = weights.bias[layer].ctypes.data, y.ctypes.data, last.ctypes.data
+    together(team, OF_PRODUCT, told, many)
+    full = y.shape[1] // WIDE * WIDE
+    for i in range(len(last)):
+        for j in range(full, y.shape[1]):
+            y[i, j] = last[i, j - full]
+
+
+def share_of_product(told):
+    """What a thread does of `product`: blocks of outputs, for all rows."""
+    t = carray(pointer(told, np.int64(0)), 15)
+    n, stride, out, blocks, steps, some = t[1], t[2], t[3], t[4], t[5], t[6]
+    size = steps * WIDE * DEEP
+    tiles = (n - 1) // ROWS + 1
+    rows = (n - 1) // tiles + 1  # of a tile: none is left with few
+    ahead = AHEAD if tiles == 1 else size  # the next block, while there is work with this one
+    first = claim(told) * some
+    while first < blocks:
+        for block in range(first, min(first + some, blocks)):
+            weights, o = t[9] + block * size, 4 * WIDE * block
+            scale, shift, bias = t[10] + o, t[11] + o, t[12] + o
+            full = (block + 1) * WIDE <= out
+            across, target = (4 * out, t[13] + o) if full else (4 * WIDE, t[14])
+            for i in range(0, n, rows):
+                x, of_row, y = t[7] + i * stride, t[8] + 4 * i, target + i * across
+                m = min(rows, n - i)
+                if m == 5:
+                    tile_of_5(x, stride, weights, ahead, steps, of_row, scale, shift, bias, y, across)
+                elif m == 4:
+                    tile_of_4(x, stride, weights, ahead, steps, of_row, scale, shift, bias, y, across)
+                elif m == 3:
+                    tile_of_3(x, stride, weights, ahead, steps, of_row, scale, shift, bias, y, across)
+                elif m == 2:
+                    tile_of_2(x, stride, weights, ahead, steps, of_row, scale, shift, bias, y, across)
+                else:
+                    tile_of_1(x, stride, weights, ahead, steps, of_row, scale, shift, bias, y, across)
+        first = claim(told) * some
 
 
 @compiled
-def levelled(x, shrink, out, scale):
-    """out, scale: x, levelled."""
-    for i in range(x.shape[0]):
-        out[i] = x[i]
-        level(out[i], shrink, scale, i)
+def linear(x, weights, team, y):
+    """y [n, out]: the product of x [n, in] with the weights of the one layer they have, and its bias."""
+    n, size = x.shape
+    levels, scale, row = room_for(weights, n), np.empty(n, f32), np.empty(size, f32)
+    for i in range(n):
+        row[:] = x[i]
+        level(row, weights.shrink[0], levels, scale, i)
+    product(levels, scale, weights, 0, team, y)
 
 
-@compiled
-def add(x, y, scale, bias):
-    """x += the result of a product: y [n, d], its scale [n] and bias [d]."""
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            x[i, j] += y[i, j] * scale[i] + bias[j]
+# ------------------------------------------------------------------------------------------------ between the products
 
 
-@compiled
-def norm(x, weight, bias, eps, centred, shrink, out, scale):
-    """out, scale: LayerNorm of x (RMSNorm unless `centred`), levelled."""
-    d = x.shape[1]
+@part
+def norm(x, weight, bias, eps, centred, extra, shrink, levels, scale):
+    """levels, scale: LayerNorm of x (RMSNorm unless `centred`), followed by extra [n, e], as `level` tells them."""
+    d, e = x.shape[1], extra.shape[1]
+    row = np.empty(d + e, f32)
     for i in range(x.shape[0]):
         mean = f32(0)
         if centred:
@@ -189,33 +404,54 @@ def norm(x, weight, bias, eps, centred, shrink, out, scale):
             square += (x[i, j] - mean) * (x[i, j] - mean)
         inverse = f32(1) / np.sqrt(square / f32(d) + eps)
         for j in range(d):
-            out[i, j] = (x[i, j] - mean) * inverse * weight[j] + bias[j]
-        level(out[i], shrink, scale, i)
+            row[j] = (x[i, j] - mean) * inverse * weight[j] + bias[j]
+        for j in range(e):
+            row[d + j] = extra[i, j]
+        level(row, shrink, levels, scale, i)
 
 
-@compiled
-def gate(y, scale, bias, team, shrink, out, out_scale):
-    """out, out_scale: SiLU(gate) * up, levelled, of the product y [n, 2 d] of both. team: see team."""
-    told = np.empty(9, np.int64)
-    told[:3] = 0, *out.shape
-    told[3], told[4], told[5] = y.ctypes.data, scale.ctypes.data, bias.ctypes.data
-    told[6], told[7], told[8] = shrink.ctypes.data, out.ctypes.data, out_scale.ctypes.data
-    together(team, OF_GATE, told, out.shape[0] > 1)
+GATED, GELU, GELU_TANH, RELU = range(4)
+# erf(x) = 1 - (E1 t + ... + E5 t^5) e^(-x^2), t = 1 / (1 + E0 x), to 1.5e-7 (Abramowitz and Stegun 7.1.26).
+E0, E1, E2, E3, E4, E5 = map(f32, (0.3275911, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
+BY_ROOT_2, ROOT_8_BY_PI, CUBE = f32(0.5**0.5), f32((8 / math.pi) ** 0.5), f32(0.044715)
 
 
-def share_of_gate(told):
-    """What a thread does of `gate`: rows."""
-    t = carray(pointer(told, np.int64(0)), 9)
-    n, d = t[1], t[2]
-    y, out = carray(pointer(t[3], f32(0)), (n, 2 * d)), carray(pointer(t[7], f32(0)), (n, d))
-    scale, out_scale = carray(pointer(t[4], f32(0)), n), carray(pointer(t[8], f32(0)), n)
-    bias, shrink = carray(pointer(t[5], f32(0)), 2 * d), carray(pointer(t[6], f32(0)), d)
+@part
+def activation(y, kind, team, shrink, levels, scale):
+    """levels, scale: the activations of y [n, ...], as `level` tells them; y is overwritten. GATED: SiLU of the first
+    half of a row times the second one."""
+    n, d = y.shape[0], len(shrink)
+    told = np.empty(10, np.int64)
+    told[:6] = 0, n, d, y.shape[1], levels.shape[1], kind
+    told[6], told[7], told[8], told[9] = y.ctypes.data, shrink.ctypes.data, levels.ctypes.data, scale.ctypes.data
+    together(team, OF_ACTIVATION, told, n > 1)
+
+
+def share_of_activation(told):
+    """What a thread does of `activation`: rows."""
+    t = carray(pointer(told, np.int64(0)), 10)
+    n, d, kind = t[1], t[2], t[5]
+    y, shrink = carray(pointer(t[6], f32(0)), (n, t[3])), carray(pointer(t[7], f32(0)), d)
+    levels, scale = carray(pointer(t[8], np.uint8(0)), (n, t[4])), carray(pointer(t[9], f32(0)), n)
     i = claim(told)
     while i < n:
-        for j in range(d):
-            g = y[i, j] * scale[i] + bias[j]
-            out[i, j] = g / (f32(1) + exp(-g)) * (y[i, d + j] * scale[i] + bias[d + j])
-        level(out[i], shrink, out_scale, i)
+        row = y[i]
+        if kind == GATED:
+            for j in range(d):
+                row[j] = row[j] / (f32(1) + exp(-row[j])) * row[d + j]
+        elif kind == GELU:
+            for j in range(d):
+                z = abs(row[j]) * BY_ROOT_2
+                t_ = f32(1) / (f32(1) + E0 * z)
+                tail = ((((E5 * t_ + E4) * t_ + E3) * t_ + E2) * t_ + E1) * t_ * exp(-z * z)  # 1 - erf(z)
+                row[j] *= f32(0.5) * tail if row[j] < f32(0) else f32(1) - f32(0.5) * tail
+        elif kind == GELU_TANH:
+            for j in range(d):
+                row[j] /= f32(1) + exp(-ROOT_8_BY_PI * row[j] * (f32(1) + CUBE * row[j] * row[j]))
+        else:
+            for j in range(d):
+                row[j] = f32(0) if row[j] < f32(0) else row[j]
+        level(row[:d], shrink, levels, scale, i)
         i = claim(told)
 
 
@@ -229,186 +465,334 @@ def turn(head, cos, sin, i):
         head[j + half] = b * cos[i, j] + a * sin[i, j]
 
 
-@compiled
-def attend(y, scale, bias, where, cos, sin, columns, start, among, team, shrink, out, out_scale):
-    """out, out_scale: the attention [n, heads * size] of the new rows, levelled, of the product y of queries, keys and
-    values, which is scaled in place. Keys and values are written to columns [2, kv_heads, capacity, size] from `start`
-    on.
+@part
+def attend(y, where, cos, sin, columns, start, among, team, out):
+    """out [n, heads * size]: the attention of the new rows, of the product y of queries, keys and values, which are
+    turned in place. Keys and values are written to columns [2, kv_heads, capacity, size] from `start` on.
 
     where [3, 2]: of the queries, keys and values in a row of y the first head's beginning, and the distance from head
-    to head. cos, sin [n, turned / 2]: rotary tables. among [n, n]: 0 where a new row sees a new row; all see the
-    columns before `start`. team: see team.
+    to head. cos, sin [n or 1, turned / 2]: rotary tables, of each row or one for all. among [n, m]: 0 where a new row
+    sees one of the last m columns; all see those before.
     """
-    n, kv_heads, size = y.shape[0], columns.shape[1], columns.shape[3]
-    take_apart(y, scale, bias, where, cos, sin, out.shape[1] // size, columns, start)
+    n, kv_heads, size, m = y.shape[0], columns.shape[1], columns.shape[3], among.shape[1]
+    take_apart(y, where, cos, sin, out.shape[1] // size, columns, start)
     many = n * (start + n) > ENOUGH and n * kv_heads > 1
     threads = team[THREADS] if many else 1
-    seen, score = np.empty((threads, start + n), np.int32), np.empty((threads, 3, start + n), np.float32)
-    told = np.empty(17, np.int64)
+    room = start + n + COLUMNS
+    seen, score = np.empty((threads, room), np.int32), np.empty((threads, AT_ONCE, room), f32)
+    told = np.empty(18, np.int64)
     told[:7] = 0, 0, n, y.shape[1], out.shape[1], start, kv_heads
-    told[7:11] = columns.shape[2], size, where[0, 0], where[0, 1]
-    told[11], told[12], told[13], told[14] = y.ctypes.data, columns.ctypes.data, among.ctypes.data, out.ctypes.data
-    told[15], told[16] = seen.ctypes.data, score.ctypes.data
-    together(team, OF_ATTEND, told, many)
+    told[7:12] = columns.shape[2], size, where[0, 0], where[0, 1], m
+    told[12], told[13], told[14], told[15] = y.ctypes.data, columns.ctypes.data, among.ctypes.data, out.ctypes.data
+    told[16], told[17] = seen.ctypes.data, score.ctypes.data
+    together(team, OF_ATTENTION, told, many)
     told[1] = seen.size + score.size  # they must live until here
-    for i in range(n):
-        level(out[i], shrink, out_scale, i)
 
 
 @part
-def take_apart(y, scale, bias, where, cos, sin, heads, columns, start):
-    """The product y is scaled, and its queries turned, in place; its keys, turned, and its values go into the columns
-    from `start` on. See attend."""
+def take_apart(y, where, cos, sin, heads, columns, start):
+    """The queries of the product y are turned in place; its keys, turned, and its values go into the columns from
+    `start` on. See attend."""
     kv_heads, size = columns.shape[1], columns.shape[3]
     for i in range(y.shape[0]):
-        for j in range(y.shape[1]):
-            y[i, j] = y[i, j] * scale[i] + bias[j]
+        at = min(i, cos.shape[0] - 1)
         for h in range(heads):
-            at = where[0, 0] + h * where[0, 1]
-            turn(y[i, at : at + size], cos, sin, i)
+            q = where[0, 0] + h * where[0, 1]
+            turn(y[i, q : q + size], cos, sin, at)
         for h in range(kv_heads):
             key, value = where[1, 0] + h * where[1, 1], where[2, 0] + h * where[2, 1]
             columns[0, h, start + i] = y[i, key : key + size]
             columns[1, h, start + i] = y[i, value : value + size]
-            turn(columns[0, h, start + i], cos, sin, i)
+            turn(columns[0, h, start + i], cos, sin, at)
 
 
-def share_of_attend(told):
+def share_of_attention(told):
     """What a thread does of `attend`: for a row, the queries that share a key. Besides tasks it claims its own room for
     scores: nothing here may raise, since Python, which would be told, waits for all threads."""
-    t = carray(pointer(told, np.int64(0)), 17)
+    t = carray(pointer(told, np.int64(0)), 18)
     n, width, d, start, kv_heads, capacity, size, first, apart = t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]
-    y, out = carray(pointer(t[11], f32(0)), (n, width)), carray(pointer(t[14], f32(0)), (n, d))
-    columns = carray(pointer(t[12], f32(0)), (2, kv_heads, capacity, size))
-    among = carray(pointer(t[13], f32(0)), (n, n))
-    me, row, count = claim(told + 8), np.int64(-1), start
-    seen = carray(pointer(t[15] + me * (start + n) * 4, np.int32(0)), start + n)
-    score = carray(pointer(t[16] + me * (start + n) * 12, f32(0)), (3, start + n))
+    m, common = t[11], start + n - t[11]
+    y, out = carray(pointer(t[12], f32(0)), (n, width)), carray(pointer(t[15], f32(0)), (n, d))
+    columns = carray(pointer(t[13], f32(0)), (2, kv_heads, capacity, size))
+    among = carray(pointer(t[14], f32(0)), (n, m))
+    me, row, count = claim(told + 8), np.int64(-1), common
+    room = start + n + COLUMNS
+    seen = carray(pointer(t[16] + 4 * me * room, np.int32(0)), room)
+    score = carray(pointer(t[17] + 4 * me * AT_ONCE * room, f32(0)), (AT_ONCE, room))
     group = d // size // kv_heads
-    for c in range(start):
+    for c in range(common):
         seen[c] = c
     task = claim(told)
     while task < n * kv_heads:
-        i, k = task // kv_heads, task % kv_heads
+        i, k = task % n, task // n  # the rows of a head one after another: its keys and values are at hand
         if i != row:
-            row, count = i, start
-            for j in range(i + 1):
+            row, count = i, common
+            for j in range(m):
                 if among[i, j] == 0:
-                    seen[count] = start + j
+                    seen[count] = common + j
                     count += 1
         keys, values, h, end = columns[0, k], columns[1, k], k * group, (k + 1) * group
-        while h + 3 <= end:
-            p, q, r, o = first + h * apart, first + (h + 1) * apart, first + (h + 2) * apart, h * size
-            look_of_three(y[i, p : p + size], y[i, q : q + size], y[i, r : r + size], keys, values, seen[:count], score,
-                          out[i, o : o + size], out[i, o + size : o + 2 * size], out[i, o + 2 * size : o + 3 * size])
-            h += 3
         while h < end:
-            p, o = first + h * apart, h * size
-            look(y[i, p : p + size], keys, values, seen[:count], score[0], out[i, o : o + size])
-            h += 1
+            many = min(AT_ONCE, end - h) if size % VECTORS == 0 else 1
+            query, result = y[i, first + h * apart :], out[i, h * size : (h + many) * size]
+            if size % VECTORS == 0:
+                look(query, 4 * apart, keys, values, seen, count, score, result, many)
+            else:
+                look_in_loops(query, keys, values, seen, count, score, result)
+            h += many
         task = claim(told)
 
 
+AT_ONCE = 3  # queries with the same keys and values, which are loaded once for all of them
+VECTORS, COLUMNS = 16, 4  # numbers of a head, and columns, that `dots` and `mix` take together
+
+
 @part
-def look(query, keys, values, seen, score, out):
-    """out [size]: softmax(query . keys / sqrt(size)) . values over the columns `seen`. score: room for as many."""
-    size, count = len(query), len(seen)
-    by_four = count // 4 * 4  # four columns at once: what they share is loaded once
-    for t in range(0, by_four, 4):
-        a, b, c, d = keys[seen[t]], keys[seen[t + 1]], keys[seen[t + 2]], keys[seen[t + 3]]
-        qa = qb = qc = qd = f32(0)
+def look(query, apart, keys, values, seen, count, score, out, many):
+    """out [many * size]: for each query softmax(query . keys / sqrt(size)) . values over the first `count` of the
+    columns `seen`. query: the first; each is `apart` bytes from the next. score [AT_ONCE, ...]: room for the scores."""
+    size = keys.shape[1]
+    for c in range(count, count + -count % COLUMNS):
+        seen[c] = seen[count - 1]  # fills up: its scores are not looked at
+    of_query, of_keys, of_values, of_seen = query.ctypes.data, keys.ctypes.data, values.ctypes.data, seen.ctypes.data
+    of_score, across, of_out = score.ctypes.data, 4 * score.shape[1], out.ctypes.data
+    if many == 3:
+        dots_of_3(of_query, apart, of_keys, of_seen, count, size, of_score, across)
+    elif many == 2:
+        dots_of_2(of_query, apart, of_keys, of_seen, count, size, of_score, across)
+    else:
+        dots_of_1(of_query, apart, of_keys, of_seen, count, size, of_score, across)
+    for q in range(many):
+        inverse = f32(1) / soften(score[q], count, size)
+        for t in range(count):
+            score[q, t] *= inverse
+    if many == 3:
+        mix_of_3(of_score, across, of_values, of_seen, count, size, of_out, 4 * size)
+    elif many == 2:
+        mix_of_2(of_score, across, of_values, of_seen, count, size, of_out, 4 * size)
+    else:
+        mix_of_1(of_score, across, of_values, of_seen, count, size, of_out, 4 * size)
+
+
+@part
+def look_in_loops(query, keys, values, seen, count, score, out):
+    """`look` for one query, of any size."""
+    size, score_ = keys.shape[1], score[0]
+    for t in range(count):
+        a, dot = keys[seen[t]], f32(0)
         for j in range(size):
-            qa += query[j] * a[j]
-            qb += query[j] * b[j]
-            qc += query[j] * c[j]
-            qd += query[j] * d[j]
-        score[t], score[t + 1], score[t + 2], score[t + 3] = qa, qb, qc, qd
-    for t in range(by_four, count):
-        a, qa = keys[seen[t]], f32(0)
-        for j in range(size):
-            qa += query[j] * a[j]
-        score[t] = qa
-    total = soften(score, count, size)
+            dot += query[j] * a[j]
+        score_[t] = dot
+    inverse = f32(1) / soften(score_, count, size)
     out[:] = 0
-    for t in range(0, by_four, 4):
-        a, b, c, d = values[seen[t]], values[seen[t + 1]], values[seen[t + 2]], values[seen[t + 3]]
-        wa, wb, wc, wd = score[t], score[t + 1], score[t + 2], score[t + 3]
+    for t in range(count):
+        a, w = values[seen[t]], score_[t] * inverse
         for j in range(size):
-            out[j] += wa * a[j] + wb * b[j] + (wc * c[j] + wd * d[j])
-    for t in range(by_four, count):
-        a, wa = values[seen[t]], score[t]
-        for j in range(size):
-            out[j] += wa * a[j]
-    for j in range(size):
-        out[j] /= total
+            out[j] += w * a[j]
 
 
 @part
 def soften(score, count, size):
     """score[:count] = exp(score / sqrt(size)), but for a factor; returns their sum."""
-    largest, total, by_size = f32(-np.inf), f32(0), f32(1) / np.sqrt(f32(size))
+    most, total, by_size = np.int32(-(2**31)), f32(0), f32(1) / np.sqrt(f32(size))
     for t in range(count):
-        largest = max(largest, score[t])
+        bits = as_bits(score[t])
+        most = max(most, bits ^ (bits >> np.int32(31) & ALL_BUT_SIGN))  # whole numbers in the order of the scores
+    largest = as_float(most ^ (most >> np.int32(31) & ALL_BUT_SIGN))
     for t in range(count):
         score[t] = exp((score[t] - largest) * by_size)
         total += score[t]
     return total
 
 
+class Vectors:
+    """What `dots_of` and `mix_of` are written with: vectors of 8 float32, told to LLVM by `builder`."""
+
+    number, word, real = ir.IntType(64), ir.IntType(32), ir.FloatType()
+    kind = ir.VectorType(real, 8)
+
+    def __init__(self, builder):
+        self.builder = builder
+        self.fused = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(self.kind, (self.kind,) * 3), "llvm.fma.v8f32")
+
+    def at(self, address, *offsets):
+        """The sum of an address and numbers of bytes."""
+        for offset in offsets:
+            address = self.builder.add(address, self.number(offset) if isinstance(offset, int) else offset)
+        return address
+
+    def times(self, a, b):
+        return self.builder.mul(a, self.number(b) if isinstance(b, int) else b)
+
+    def load(self, kind, *address):
+        return self.builder.load(self.builder.inttoptr(self.at(*address), kind.as_pointer()), align=1)
+
+    def store(self, value, *address):
+        self.builder.store(value, self.builder.inttoptr(self.at(*address), value.type.as_pointer()), align=1)
+
+    def column(self, seen, place):
+        """The number of a column, the one at `place` of those seen."""
+        return self.builder.sext(self.load(self.word, seen, self.times(place, 4)), self.number)
+
+    def picked(self, a, b, places):
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(self.word, len(places)), places))
+
+    def for_all(self, one):
+        nothing = ir.Constant(self.kind, ir.Undefined)
+        return self.picked(self.builder.insert_element(nothing, one, self.word(0)), nothing, [0] * 8)
+
+    def sums(self, count):
+        """Room for vectors that a loop adds up, which LLVM keeps in registers."""
+        return [cgutils.alloca_once(self.builder, self.kind) for _ in range(count)]
+
+    def empty(self, sums):
+        for one in sums:
+            self.builder.store(ir.Constant(self.kind, [0.0] * 8), one)
+
+    def add_product(self, a, b, total):
+        self.builder.store(self.builder.call(self.fused, (a, b, self.builder.load(total))), total)
+
+    def totals(self, a, b, c, d):
+        """<4 x float>: the sum of the numbers of each of four vectors."""
+        add = self.builder.fadd
+        pairs = [add(self.picked(x, y, [0, 8, 2, 10, 4, 12, 6, 14]), self.picked(x, y, [1, 9, 3, 11, 5, 13, 7, 15]))
+                 for x, y in ((a, b), (c, d))]
+        fours = add(self.picked(*pairs, [0, 1, 8, 9, 4, 5, 12, 13]), self.picked(*pairs, [2, 3, 10, 11, 6, 7, 14, 15]))
+        return add(self.picked(fours, fours, [0, 1, 2, 3]), self.picked(fours, fours, [4, 5, 6, 7]))
+
+
+def dots_of(queries):
+    """dots(query, apart, keys, seen, count, size, score, across), of addresses and numbers of bytes: the scores of
+    `queries` queries, each `apart` from the one before, with the first `count` (filled up to COLUMNS) of the columns
+    `seen`; those of each query `across` behind the ones before."""
+
+    def generate(context, builder, signature, arguments):
+        query, apart, keys, seen, count, size, score, across = arguments
+        v, number = Vectors(builder), ir.IntType(64)
+        totals = [v.sums(COLUMNS) for _ in range(queries)]
+        steps = builder.sdiv(builder.add(count, number(COLUMNS - 1)), number(COLUMNS))
+        with cgutils.for_range(builder, steps) as loop:
+            first = v.times(loop.index, COLUMNS)
+            columns = [v.at(keys, v.times(v.times(v.column(seen, v.at(first, c)), size), 4)) for c in range(COLUMNS)]
+            for sums in totals:
+                v.empty(sums)
+            with cgutils.for_range(builder, builder.sdiv(size, number(8))) as part_of:
+                place = v.times(part_of.index, 32)
+                numbers = [v.load(v.kind, query, v.times(apart, q), place) for q in range(queries)]
+                for c in range(COLUMNS):
+                    key = v.load(v.kind, columns[c], place)
+                    for q in range(queries):
+                        v.add_product(numbers[q], key, totals[q][c])
+            for q in range(queries):
+                v.store(v.totals(*map(builder.load, totals[q])), score, v.times(across, q), v.times(first, 4))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def dots(context, query, apart, keys, seen, count, size, score, across):
+        return types.none(*[types.int64] * 8), generate
+
+    return dots
+
+
+def mix_of(queries):
+    """mix(weight, across, values, seen, count, size, out, apart), told as in `dots_of`: the sums of the values of the
+    columns seen, with the weights of each query."""
+
+    def generate(context, builder, signature, arguments):
+        weight, across, values, seen, count, size, out, apart = arguments
+        v, number, halves = Vectors(builder), ir.IntType(64), range(VECTORS // 8)
+        totals = [v.sums(len(halves)) for _ in range(queries)]
+        with cgutils.for_range(builder, builder.sdiv(size, number(VECTORS))) as part_of:
+            place = v.times(part_of.index, 4 * VECTORS)
+            for sums in totals:
+                v.empty(sums)
+            with cgutils.for_range(builder, count) as loop:
+                column = v.at(values, v.times(v.times(v.column(seen, loop.index), size), 4), place)
+                numbers = [v.load(v.kind, column, 32 * e) for e in halves]
+                for q in range(queries):
+                    share = v.for_all(v.load(v.real, weight, v.times(across, q), v.times(loop.index, 4)))
+                    for e in halves:
+                        v.add_product(share, numbers[e], totals[q][e])
+            for q in range(queries):
+                for e in halves:
+                    v.store(builder.load(totals[q][e]), out, v.times(apart, q), place, 32 * e)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def mix(context, weight, across, values, seen, count, size, out, apart):
+        return types.none(*[types.int64] * 8), generate
+
+    return mix
+
+
+dots_of_1, dots_of_2, dots_of_3 = (dots_of(queries) for queries in range(1, AT_ONCE + 1))
+mix_of_1, mix_of_2, mix_of_3 = (mix_of(queries) for queries in range(1, AT_ONCE + 1))
+
+
+# ------------------------------------------------------------------------------------------------ all layers
+
+
+class Layers(NamedTuple):
+    """The layers of a model of the Llama or the GPT-NeoX family: all arrays have a place for each.
+
+    qkv, o, up, down: Weights of the products; `up` makes gate and up, where the activation is GATED. norm1, norm2
+    [layers, 2, d]: weight and bias in front of the attention and of the MLP, eps [layers, 2], and whether they are
+    centred. parallel: whether the MLP is given what the attention is. where: see attend. activation: its kind.
+    """
+
+    qkv: Weights
+    o: Weights
+    up: Weights
+    down: Weights
+    norm1: np.ndarray
+    norm2: np.ndarray
+    eps: np.ndarray
+    centred: bool
+    parallel: bool
+    activation: int
+    where: np.ndarray
+
+
+@compiled
+def through(x, extra, layers, kv, cos, sin, start, among, team):
+    """Add to x [n, d] what the layers do. Its rows are new tokens of one sequence, or as many of each of several, of
+    which kv [layers, sequences, 2, kv_heads, capacity, size] holds the keys and values. extra [n, e]: what the
+    attention is given besides. start, cos, sin, among: see attend; the same for all sequences."""
+    n, d = x.shape
+    sequences = kv.shape[1]
+    m = n // sequences
+    qkv, o, up, down = layers.qkv, layers.o, layers.up, layers.down
+    states, attended = np.empty((n, qkv.bias.shape[1]), f32), np.empty((n, o.shrink.shape[1]), f32)
+    inner, more, scale = np.empty((n, up.bias.shape[1]), f32), np.empty((2, n, d), f32), np.empty(n, f32)
+    for_qkv, for_o, for_up, for_down = (
+        room_for(qkv, n), room_for(o, n), room_for(up, n), room_for(down, n))
+    nothing = np.empty((n, 0), f32)
+    for layer in range(kv.shape[0]):
+        norm(x, layers.norm1[layer, 0], layers.norm1[layer, 1], layers.eps[layer, 0], layers.centred, extra,
+             qkv.shrink[layer], for_qkv, scale)
+        product(for_qkv, scale, qkv, layer, team, states)
+        for s in range(sequences):
+            rows = slice(s * m, (s + 1) * m)
+            attend(states[rows], layers.where, cos, sin, kv[layer, s], start, among, team, attended[rows])
+        for i in range(n):
+            level(attended[i], o.shrink[layer], for_o, scale, i)
+        product(for_o, scale, o, layer, team, more[0])
+        if not layers.parallel:
+            add(x, more[0])
+        norm(x, layers.norm2[layer, 0], layers.norm2[layer, 1], layers.eps[layer, 1], layers.centred, nothing,
+             up.shrink[layer], for_up, scale)
+        product(for_up, scale, up, layer, team, inner)
+        activation(inner, layers.activation, team, down.shrink[layer], for_down, scale)
+        product(for_down, scale, down, layer, team, more[1])
+        if layers.parallel:
+            add(x, more[0])
+        add(x, more[1])
+
+
 @part
-def look_of_three(p, q, r, keys, values, seen, score, op, oq, o_r):
-    """`look` for three queries with the same keys and values, which are loaded once for all of them. score: [3, ...],
-    room for as many as there are columns."""
-    size, count = len(p), len(seen)
-    by_four = count // 4 * 4
-    for t in range(0, by_four, 4):
-        a, b, c, d = keys[seen[t]], keys[seen[t + 1]], keys[seen[t + 2]], keys[seen[t + 3]]
-        pa = pb = pc = pd = qa = qb = qc = qd = ra = rb = rc = rd = f32(0)
-        for j in range(size):
-            pa += p[j] * a[j]
-            qa += q[j] * a[j]
-            ra += r[j] * a[j]
-            pb += p[j] * b[j]
-            qb += q[j] * b[j]
-            rb += r[j] * b[j]
-            pc += p[j] * c[j]
-            qc += q[j] * c[j]
-            rc += r[j] * c[j]
-            pd += p[j] * d[j]
-            qd += q[j] * d[j]
-            rd += r[j] * d[j]
-        score[0, t], score[0, t + 1], score[0, t + 2], score[0, t + 3] = pa, pb, pc, pd
-        score[1, t], score[1, t + 1], score[1, t + 2], score[1, t + 3] = qa, qb, qc, qd
-        score[2, t], score[2, t + 1], score[2, t + 2], score[2, t + 3] = ra, rb, rc, rd
-    for t in range(by_four, count):
-        a = keys[seen[t]]
-        pa = qa = ra = f32(0)
-        for j in range(size):
-            pa += p[j] * a[j]
-            qa += q[j] * a[j]
-            ra += r[j] * a[j]
-        score[0, t], score[1, t], score[2, t] = pa, qa, ra
-    p, q, r = score[0], score[1], score[2]
-    tp, tq, tr = soften(p, count, size), soften(q, count, size), soften(r, count, size)
-    op[:] = 0
-    oq[:] = 0
-    o_r[:] = 0
-    for t in range(0, by_four, 4):
-        a, b, c, d = values[seen[t]], values[seen[t + 1]], values[seen[t + 2]], values[seen[t + 3]]
-        pa, pb, pc, pd = p[t], p[t + 1], p[t + 2], p[t + 3]
-        qa, qb, qc, qd = q[t], q[t + 1], q[t + 2], q[t + 3]
-        ra, rb, rc, rd = r[t], r[t + 1], r[t + 2], r[t + 3]
-        for j in range(size):
-            op[j] += pa * a[j] + pb * b[j] + (pc * c[j] + pd * d[j])
-            oq[j] += qa * a[j] + qb * b[j] + (qc * c[j] + qd * d[j])
-            o_r[j] += ra * a[j] + rb * b[j] + (rc * c[j] + rd * d[j])
-    for t in range(by_four, count):
-        a, pa, qa, ra = values[seen[t]], p[t], q[t], r[t]
-        for j in range(size):
-            op[j] += pa * a[j]
-            oq[j] += qa * a[j]
-            o_r[j] += ra * a[j]
-    for j in range(size):
-        op[j] /= tp
-        oq[j] /= tq
-        o_r[j] /= tr
+def add(x, y):
+    """x += y."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            x[i, j] += y[i, j]
