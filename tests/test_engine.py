@@ -289,21 +289,6 @@ def test_a_long_text_goes_through_the_layers_in_slices(family, engine, monkeypat
     assert max(mask.shape[0] for mask in masks) == 32
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_activations_of_int8_do_not_depend_on_a_threads_share(threads):
-    """In float32 the end of a share is computed by another exp: 17 x 4096 over 3 threads differ from row by row."""
-    activated = on_engine("gpt_neox", "int8").lean.stack.layers[0].activated
-    generator = torch.Generator().manual_seed(0)
-    y, scale, bias = (torch.rand(*shape, generator=generator).numpy() for shape in ((17, 4096), (17,), (4096,)))
-    torch.set_num_threads(threads)
-    try:
-        rows = activated(y, scale, bias)
-        assert abs(rows - torch.nn.functional.gelu(torch.from_numpy(y * scale[:, None] + bias)).numpy()).max() < 1e-6
-        assert all((activated(y[i : i + 1], scale[i : i + 1], bias)[0] == rows[i]).all() for i in range(17))
-    finally:
-        torch.set_num_threads(1)
-
-
 def test_layers_with_the_same_input_are_one_product():
     model = on_engine("llama", "packed")
     products = {id(m) for m in model.modules() if isinstance(m, PackedLinear)}
