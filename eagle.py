@@ -10,11 +10,13 @@ The file reads in the order of use: the layer, what is learnt, the pass of a dra
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
-from engine import SLICE, Int8Layer, Int8Linear, StaticKV, attend, causal_mask, rotate, without_python, write
+import engine
+from engine import SLICE, StaticKV, attend, causal_mask, rotate, without_python, write
 from heads import Head, HeadDrafter, law_loss
 from medusa import parents_of
 from specSampling import MeasuredSpeed
@@ -57,6 +59,8 @@ class DecoderLayer(nn.Module):
 
 class Concatenated(nn.Module):
     """EAGLE-1's way in: one linear layer on the embedding and the feature."""
+
+    norms = ()  # of the two, where there are any
 
     def __init__(self, d: int):
         super().__init__()
@@ -108,8 +112,9 @@ class EagleHead(Head):
         """A step of decoding, see DraftPass; made on the first call, when the layers are on their engine."""
         if module not in self.passes:
             self.codes = coded(self) if self.codes is None else self.codes
-            step = DraftPass(self, module).eval()
-            self.passes[module] = step if isinstance(step.layer, Int8Layer) else without_python(step)
+            in_8_bits = isinstance(self.out, engine.Int8Linear)
+            self.passes[module] = (Int8DraftPass(self, module) if in_8_bits else
+                                   without_python(DraftPass(self, module).eval()))
         with torch.jit.optimized_execution(False):
             return self.passes[module](*told)
 
@@ -280,20 +285,47 @@ class DraftPass(nn.Module):
     def __init__(self, head: EagleHead, module: int = 0):
         super().__init__()
         self.embedding, self.codes, self.copying = head.embedding, head.codes, head.code is not None
-        _, self.enter, layer = head.stage(module)
-        self.layer = Int8Layer(layer) if isinstance(layer.qkv, Int8Linear) else layer
-        self.leave, self.out = head.leave, head.out
+        _, self.enter, self.layer = head.stage(module)
+        self.leave, self.out, self.cos, self.sin = head.leave, head.out, head.cos, head.sin
 
-    def forward(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, width: int, mask: Tensor,
-                cos: Tensor, sin: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-        """tokens [n] behind the tokens `before` [n], whose features are f [n, d]: the guessed features of `tokens`
-        [n, d], and logits [keep, C] of what follows the last of them. columns, start, width, mask: see DecoderLayer."""
+    def forward(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, mask: Tensor, first: int,
+                last: int, keep: int) -> tuple[Tensor, Tensor]:
+        """tokens [n] behind the tokens `before` [n], whose features are f [n, d], at the positions first to last - 1
+        (or all at `first`): the guessed features of `tokens` [n, d], and logits [keep, C] of what follows the last of
+        them. Their keys and values go to `columns` [2, heads, capacity, head_dim] from `start` on; mask [n, m] is of
+        the last m columns, all before are seen."""
+        width, cos, sin = start + tokens.shape[0], self.cos[first:last], self.sin[first:last]
+        mask = F.pad(mask, (width - mask.shape[1], 0))
         e = F.embedding(tokens, self.embedding)
         extra = e[:, :0]
         if self.copying:
             extra = torch.cat((F.rms_norm(e, e.shape[-1:]), F.embedding(before, self.codes)), -1)
         x = self.layer(self.enter(e, f), extra, columns, start, width, mask, cos, sin)
         return x, self.out(self.leave(x[x.shape[0] - keep :]))
+
+
+class Int8DraftPass:
+    """The same on engine int8, in one call: see kernels.draft."""
+
+    def __init__(self, head: EagleHead, module: int = 0):
+        _, enter, layer = head.stage(module)
+        norms = [norm for norm in (*enter.norms, head.leave) if isinstance(norm, nn.RMSNorm)]
+        told = [engine.weight_and_bias(norm) for norm in norms]
+        nothing = np.empty((0, 2, head.config["hidden"]), np.float32)
+        into, out = told[: len(enter.norms)], told[len(enter.norms) :]
+        self.turns, self.out = engine.half_tables(head.cos, head.sin), head.out.out_features
+        self.head = engine.kernels.Draft(
+            head.embedding.numpy(), head.codes.contiguous().numpy(), np.stack(into) if into else nothing,
+            enter.fc.weights, engine.int8_layers([layer]), np.stack(out) if out else nothing, head.out.weights,
+            norms[0].eps if norms else 0.0)
+
+    def __call__(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, mask: Tensor, first: int,
+                 last: int, keep: int) -> tuple[Tensor, Tensor]:
+        x, logits = torch.empty_like(f), torch.empty(keep, self.out)
+        cos, sin = (table[first:last] for table in self.turns)
+        engine.kernels.draft(tokens.numpy(), before.numpy(), f.numpy(), self.head, columns[None, None].numpy(), cos,
+                             sin, start, mask.numpy(), engine.int8_team(), x.numpy(), logits.numpy())
+        return x, logits
 
 
 @torch.inference_mode()
@@ -384,28 +416,27 @@ class EagleDrafter(HeadDrafter):
         for at in range(start, end, SLICE):  # a prompt goes in slices, as in the target
             to = min(at + SLICE, end)
             f = self.target.features[at:to].to(self.head.cos.dtype)
-            f, logits = self.passed(ids[at + 1 : to + 1], ids[at:to], f, at, causal_mask(at, to - at, f), None, 1)
+            f, logits = self.passed(ids[at + 1 : to + 1], ids[at:to], f, at, causal_mask(0, to - at, f), None, 1)
         return f[-1:], logits
 
     def expand(self, step: int, tokens, before, f, mask, base: int) -> tuple[Tensor, Tensor]:
         """Step `step` of the draft behind `base` pairs, for nodes that are told as in DraftPass. mask: what they see of
-        the pairs and of the nodes fed so far, which end in themselves. [n, d] and [n, C]."""
+        the nodes fed so far, which end in themselves. [n, d] and [n, C]."""
         n = len(tokens)
-        return self.passed(tokens, before, f, mask.shape[1] - n, mask, base + step - 1, n)
+        return self.passed(tokens, before, f, base + mask.shape[1] - n, mask, base + step - 1, n)
 
     def passed(self, tokens, before, f, start, mask, position, keep, module=0) -> tuple[Tensor, Tensor]:
         """A pass (see DraftPass) of a module. position: of all tokens; None: start, start + 1, ..."""
         n = tokens.shape[0]
         self.level.forwards += 1
         self.kv.reserve(start + n)
-        where = slice(start + module, start + module + n) if position is None else slice(position, position + 1)
-        return self.head(tokens, before, f, self.kv.buffer[module], start, start + n, mask, self.head.cos[where],
-                         self.head.sin[where], keep, module=module)
+        first, last = (start + module, start + module + n) if position is None else (position, position + 1)
+        return self.head(tokens, before, f, self.kv.buffer[module], start, mask, first, last, keep, module=module)
 
     def grow(self, ids, depth):
         tree, base = self.growth(self), ids.shape[0] - 1
         f, logits = self.refill(ids)
-        mask = f.new_zeros(1, base)  # of the nodes to expand: all see the text
+        mask = f.new_empty(1, 0)  # of the nodes to expand: which nodes they see; all see the text
         parents, before = [-1], ids[-1:]
         for level in range(1, depth + 1):
             tree.add(self.children(logits, tree), parents)

@@ -143,7 +143,7 @@ class Int8Linear(nn.Module):
         rows = x.detach().reshape(-1, x.shape[-1])
         y = torch.empty(len(rows), self.out_features)
         if len(rows):
-            kernels.linear(rows.contiguous().numpy(), self.weights, kernels.team(torch.get_num_threads()), y.numpy())
+            kernels.linear(rows.contiguous().numpy(), self.weights, int8_team(), y.numpy())
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -174,6 +174,11 @@ def largest_inputs(model, tokens: int = 256) -> dict[nn.Module, Tensor]:
     with inputs_watched(model, skip=1) as seen:  # the first token's are far larger than all others
         model(input_ids=torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0)), use_cache=False)
     return seen
+
+
+def int8_team() -> np.ndarray:
+    """The threads that torch has been given, as the functions of kernels.py take them."""
+    return kernels.team(torch.get_num_threads())
 
 
 class PlainLinear(nn.Module):
@@ -589,8 +594,7 @@ class Int8Stack(Stack):
         cos, sin = (table[where] for table in self.turns)
         among = ONE_TOKEN if among is None else among
         x = F.embedding(ids, self.embedding)
-        kernels.through(x.numpy(), np.empty((len(ids), 0), np.float32), self.layers, kv.numpy(), cos, sin, start, among,
-                        kernels.team(torch.get_num_threads()))
+        kernels.through(x.numpy(), self.layers, kv.numpy(), cos, sin, start, among, int8_team())
         return self.norm(x)
 
 
@@ -629,20 +633,6 @@ def int8_layers(blocks: list[nn.Module], activation: str = "GATED"):
         *products, *(np.stack([weight_and_bias(norm) for norm in both]) for both in norms),
         np.array([[norm.eps for norm in of_layer] for of_layer in zip(*norms)], np.float32),
         isinstance(norms[0][0], nn.LayerNorm), neox and first.parallel, getattr(kernels, activation), np.array(where))
-
-
-class Int8Layer(nn.Module):
-    """An eagle.DecoderLayer, whose linear layers are Int8Linear, in one call. x is overwritten."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layers = int8_layers([layer])
-
-    def forward(self, x: Tensor, extra: Tensor, columns: Tensor, start: int, width: int, mask: Tensor, cos: Tensor,
-                sin: Tensor) -> Tensor:
-        kernels.through(x.numpy(), extra.numpy(), self.layers, columns[None, None].numpy(), *half_tables(cos, sin),
-                        start, mask.numpy(), kernels.team(torch.get_num_threads()))
-        return x
 
 
 def weight_and_bias(norm: nn.Module) -> np.ndarray:

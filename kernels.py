@@ -389,22 +389,28 @@ def linear(x, weights, team, y):
 
 
 @part
-def norm(x, weight, bias, eps, centred, extra, shrink, levels, scale):
-    """levels, scale: LayerNorm of x (RMSNorm unless `centred`), followed by extra [n, e], as `level` tells them."""
+def norm(x, weight, bias, eps, centred, row):
+    """The first numbers of `row`: LayerNorm of x [d] (RMSNorm unless `centred`)."""
+    d, mean, square = len(x), f32(0), f32(0)
+    if centred:
+        for j in range(d):
+            mean += x[j]
+        mean /= f32(d)
+    for j in range(d):
+        square += (x[j] - mean) * (x[j] - mean)
+    inverse = f32(1) / np.sqrt(square / f32(d) + eps)
+    for j in range(d):
+        row[j] = (x[j] - mean) * inverse * weight[j] + bias[j]
+
+
+@part
+def levelled_norm(x, weights, eps, centred, extra, shrink, levels, scale):
+    """levels, scale: the norm of x [n, d], with weights [2, d] (weight and bias), followed by extra [n, e], as `level`
+    tells them."""
     d, e = x.shape[1], extra.shape[1]
     row = np.empty(d + e, f32)
     for i in range(x.shape[0]):
-        mean = f32(0)
-        if centred:
-            for j in range(d):
-                mean += x[i, j]
-            mean /= f32(d)
-        square = f32(0)
-        for j in range(d):
-            square += (x[i, j] - mean) * (x[i, j] - mean)
-        inverse = f32(1) / np.sqrt(square / f32(d) + eps)
-        for j in range(d):
-            row[j] = (x[i, j] - mean) * inverse * weight[j] + bias[j]
+        norm(x[i], weights[0], weights[1], eps, centred, row)
         for j in range(e):
             row[d + j] = extra[i, j]
         level(row, shrink, levels, scale, i)
@@ -754,8 +760,8 @@ class Layers(NamedTuple):
     where: np.ndarray
 
 
-@compiled
-def through(x, extra, layers, kv, cos, sin, start, among, team):
+@part
+def all_layers(x, extra, layers, kv, cos, sin, start, among, team):
     """Add to x [n, d] what the layers do. Its rows are new tokens of one sequence, or as many of each of several, of
     which kv [layers, sequences, 2, kv_heads, capacity, size] holds the keys and values. extra [n, e]: what the
     attention is given besides. start, cos, sin, among: see attend; the same for all sequences."""
@@ -769,8 +775,8 @@ def through(x, extra, layers, kv, cos, sin, start, among, team):
         room_for(qkv, n), room_for(o, n), room_for(up, n), room_for(down, n))
     nothing = np.empty((n, 0), f32)
     for layer in range(kv.shape[0]):
-        norm(x, layers.norm1[layer, 0], layers.norm1[layer, 1], layers.eps[layer, 0], layers.centred, extra,
-             qkv.shrink[layer], for_qkv, scale)
+        levelled_norm(x, layers.norm1[layer], layers.eps[layer, 0], layers.centred, extra, qkv.shrink[layer], for_qkv,
+                      scale)
         product(for_qkv, scale, qkv, layer, team, states)
         for s in range(sequences):
             rows = slice(s * m, (s + 1) * m)
@@ -780,8 +786,8 @@ def through(x, extra, layers, kv, cos, sin, start, among, team):
         product(for_o, scale, o, layer, team, more[0])
         if not layers.parallel:
             add(x, more[0])
-        norm(x, layers.norm2[layer, 0], layers.norm2[layer, 1], layers.eps[layer, 1], layers.centred, nothing,
-             up.shrink[layer], for_up, scale)
+        levelled_norm(x, layers.norm2[layer], layers.eps[layer, 1], layers.centred, nothing, up.shrink[layer], for_up,
+                      scale)
         product(for_up, scale, up, layer, team, inner)
         activation(inner, layers.activation, team, down.shrink[layer], for_down, scale)
         product(for_down, scale, down, layer, team, more[1])
@@ -796,3 +802,56 @@ def add(x, y):
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
             x[i, j] += y[i, j]
+
+
+@compiled
+def through(x, layers, kv, cos, sin, start, among, team):
+    """A model's pass from the embeddings x [n, d] to what its last norm is given, in place: see all_layers."""
+    all_layers(x, np.empty((x.shape[0], 0), f32), layers, kv, cos, sin, start, among, team)
+
+
+class Draft(NamedTuple):
+    """What a draft step of eagle.DraftPass computes with. embedding [V, d]; codes [V, e], with e = 0 for a head that
+    copies nothing; enter, out: Weights of one layer; enter_norms [2 or 0, 2, d], of the embedding and the feature, and
+    leave [1 or 0, 2, d]: norms, where there are any; eps: of all of them; layers: Layers, one."""
+
+    embedding: np.ndarray
+    codes: np.ndarray
+    enter_norms: np.ndarray
+    enter: Weights
+    layers: Layers
+    leave: np.ndarray
+    out: Weights
+    eps: float
+
+
+@compiled
+def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
+    """x [n, d], the guessed features of `tokens` [n] behind the tokens `before` [n] with features f [n, d], and logits
+    [keep, C] of what follows the last of them. head: a Draft. kv, cos, sin, start, among: see all_layers."""
+    (n, d), e = x.shape, head.codes.shape[1]
+    both, levels, scale = np.empty(2 * d, f32), room_for(head.enter, n), np.empty(n, f32)
+    extra, ones, zeros = np.empty((n, d + e if e else 0), f32), np.ones(d, f32), np.zeros(d, f32)
+    for i in range(n):
+        embedded = head.embedding[tokens[i]]
+        if len(head.enter_norms):
+            norm(embedded, head.enter_norms[0, 0], head.enter_norms[0, 1], f32(head.eps), False, both[:d])
+            norm(f[i], head.enter_norms[1, 0], head.enter_norms[1, 1], f32(head.eps), False, both[d:])
+        else:
+            both[:d] = embedded
+            both[d:] = f[i]
+        level(both, head.enter.shrink[0], levels, scale, i)
+        if e:
+            norm(embedded, ones, zeros, SMALLEST, False, extra[i, :d])
+            extra[i, d:] = head.codes[before[i]]
+    product(levels, scale, head.enter, 0, team, x)
+    all_layers(x, extra, head.layers, kv, cos, sin, start, among, team)
+    keep, row = logits.shape[0], np.empty(d, f32)
+    levels = room_for(head.out, keep)
+    for i in range(keep):
+        if len(head.leave):
+            norm(x[n - keep + i], head.leave[0, 0], head.leave[0, 1], f32(head.eps), False, row)
+        else:
+            row[:] = x[n - keep + i]
+        level(row, head.out.shrink[0], levels, scale, i)
+    product(levels, scale, head.out, 0, team, logits)

@@ -10,6 +10,7 @@ else is eagle.py's: the layer, a module that is applied again to its own states,
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle import TRACE, Concatenated, DecoderLayer, EagleDrafter, EagleHead
@@ -23,6 +24,10 @@ class Normed(Concatenated):
     def __init__(self, d: int):
         super().__init__(d)
         self.norm_e, self.norm_f = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+
+    @property
+    def norms(self) -> tuple[nn.RMSNorm, nn.RMSNorm]:
+        return self.norm_e, self.norm_f
 
     def forward(self, e: Tensor, f: Tensor) -> Tensor:
         return self.fc(torch.cat((self.norm_e(e), self.norm_f(f)), -1))
@@ -107,10 +112,10 @@ class MTPDrafter(EagleDrafter):
         module, n = self.head.stage(step)[0], len(tokens)
         if self.head.stages == 1:
             return super().expand(step, tokens, before, f, mask, base)
-        start = mask.shape[1] - n
+        start = base + mask.shape[1] - n
         if step == module:
             self.own = start  # where the columns of the module's steps begin
-        mask = mask.clone()
+        mask = F.pad(mask, (base, 0))
         mask[:, max(base - module, 0) : self.own] = float("-inf")  # pairs that it does not know, steps of other modules
         return self.passed(tokens, before, f, start, mask, base + step - 1, n, module)
 

@@ -9,10 +9,11 @@ import torch
 
 from cachedModel import CachedModel
 from conftest import tiny_model
-from eagle import EagleDrafter, EagleHead
+from eagle import EagleDrafter, EagleHead, Int8DraftPass
 from engine import causal_mask, use_engine
 from heads import fingerprint, load_head, save_head, use_head_engine
 from lively import lively, random_ids
+from mtp import HEADS
 from regrSampling import autoregressive_sampling
 from specSampling import CombinedDrafter
 from tabular import chi_square_p
@@ -22,12 +23,12 @@ from utils import SamplingParams
 KINDS = {"eagle": EagleHead}
 
 
-def head_of(target, kept=0, seed=0, **options):
+def head_of(target, kept=0, seed=0, kind=EagleHead, **options):
     weight = target.get_output_embeddings().weight
     options = {"inner": 32, "heads": 2, "limit": 160, **options}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = EagleHead(weight.shape[1], weight.shape[0], kept, **options)
+        head = kind(weight.shape[1], weight.shape[0], kept, **options)
         head.bind(target, torch.arange(0, 2 * kept, 2) if kept else None)
         head.start(tied=False)
         for weight in head.parameters():
@@ -55,15 +56,13 @@ def test_a_draft_in_training_is_the_draft_of_decoding(copying):
     for row, start in itertools.product(range(2), (0, 3, 9)):
         kv = torch.zeros(2, 2, 160, 8)
         n, text = start + 1, ids[row]
-        f, _ = head(text[1 : n + 1], text[:n], features[row, :n], kv, 0, n, causal_mask(0, n, features),
-                    head.cos[:n], head.sin[:n], 1)
+        f, _ = head(text[1 : n + 1], text[:n], features[row, :n], kv, 0, causal_mask(0, n, features), 0, n, 1)
         f = f[-1:]
         for s in range(3):
             at, expected = unrolled[s]
             assert torch.allclose(f[0], expected[row, at.tolist().index(start)], atol=1e-4)
             p = n + s  # the next pair: the token behind, and the guessed feature
-            f, _ = head(text[p + 1 : p + 2], text[p : p + 1], f, kv, p, p + 1, torch.zeros(1, p + 1),
-                        head.cos[p : p + 1], head.sin[p : p + 1], 1)
+            f, _ = head(text[p + 1 : p + 2], text[p : p + 1], f, kv, p, torch.zeros(1, 0), p, p + 1, 1)
 
 
 def test_a_share_of_the_starts_gives_the_same_guesses():
@@ -212,6 +211,32 @@ def test_a_fixed_tree_has_the_ranks_that_were_asked_for():
 def test_what_a_head_is_made_of_moves_with_it():
     head = head_of(lively("llama")).to("meta")
     assert head.cos.is_meta and head.sin.is_meta and head.embedding.is_meta and head.out.weight.is_meta
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind,how", [("eagle", {}), ("eagle", dict(copying=False)), ("mtp", {}),
+                                      ("mtp", dict(norms=False)), ("mtp", dict(modules=2))])
+def test_a_step_in_8_bits_is_near_the_same_in_torch(kind, how):
+    """A text, two nodes behind it at one position, and a child of the second one."""
+    target = lively("llama")
+    plain, in_8_bits = (head_of(target, kind=HEADS[kind], **how) for _ in range(2))
+    ids = torch.tensor(random_ids(12, seed=1))
+    features = features_of(target, ids[None, :-1])[0]
+    use_engine(target, "int8")
+    use_head_engine(in_8_bits, target)
+    apart = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
+    for module in range(plain.stages):
+        made = []
+        for head in (plain, in_8_bits):
+            kv = torch.zeros(2, head.layer.heads, 160, head.layer.head_dim)
+            first = head(ids[1:9], ids[:8], features[:8], kv, 0, causal_mask(0, 8, features), 0, 8, 3, module=module)
+            nodes = head(ids[9:11], ids[8:10], features[8:10], kv, 8, apart, 8, 9, 2, module=module)
+            sees = torch.tensor([[-math.inf, 0.0, 0.0]])
+            child = head(ids[11:], ids[10:11], features[10:], kv, 10, sees, 9, 10, 1, module=module)
+            made.append([*first, *nodes, *child])
+        assert len(made[1][1]) == 3 and isinstance(in_8_bits.passes[module], Int8DraftPass)
+        for a, b in zip(*made):
+            assert a.shape == b.shape and 0 < (a - b).norm() <= 0.06 * a.norm()
 
 
 def test_a_step_is_one_call():

@@ -1,4 +1,4 @@
-"""What engine int8 does between its products, against the same in torch, and that a row has the same bits in any
+"""The loops of engine int8, against the same in torch or in whole numbers, and that a row has the same bits in any
 company."""
 import os
 import subprocess
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 import kernels
 
@@ -26,10 +27,17 @@ def numbers(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(f32)
 
 
-def rows(out, scale):
-    """What a product is given, multiplied back."""
-    assert np.abs(out).max() <= 1 + 1e-6
-    return torch.from_numpy(out * scale[:, None])
+def rows(levels, scale, size):
+    """What a product takes its rows for."""
+    return torch.from_numpy((levels[:, :size].astype(f32) - 128) / 127 * scale[:, None])
+
+
+def is_levelled(levels, scale, exact):
+    """Whether levels and scale tell rows [n, d]: to half a level, each by its own largest number."""
+    size, largest = exact.shape[1], exact.abs().amax(dim=1)
+    apart = (rows(levels, scale, size) - exact).abs()
+    half = largest[:, None] * 0.5001 / 127 + 1e-30
+    return bool((apart <= half).all()) and near(torch.from_numpy(scale), largest, 1e-5)
 
 
 def near(a, b, tolerance=2e-6):
@@ -44,37 +52,136 @@ def test_exp():
 
 
 @few
-@given(seeds, st.integers(1, 4), sizes, st.booleans())
-def test_norm(seed, n, d, centred):
-    x, weight, bias, shrink = numbers(seed, n, d) * 3, numbers(seed + 1, d), numbers(seed + 2, d), numbers(seed + 3, d)
-    bias *= centred
-    out, scale = np.empty((n, d), f32), np.empty(n, f32)
-    kernels.norm(x, weight, bias, f32(1e-5), centred, shrink, out, scale)
-    x, weight, bias, shrink = map(torch.from_numpy, (x, weight, bias, shrink))
-    theirs = F.layer_norm(x.double(), (d,), weight.double(), bias.double()) if centred else F.rms_norm(
-        x.double(), (d,), weight.double(), eps=1e-5)
-    assert near(rows(out, scale), theirs * shrink, 1e-5)
+@given(seeds, st.integers(1, 4), sizes, st.booleans(), st.sampled_from([0, 7]))
+def test_norm(seed, n, d, centred, e):
+    x, weights, shrink = numbers(seed, n, d) * 3, numbers(seed + 1, 2, d), numbers(seed + 3, d + e)
+    weights[1] *= centred
+    extra, levels, scale = numbers(seed + 2, n, e), np.empty((n, d + e), np.uint8), np.empty(n, f32)
+    kernels.levelled_norm(x, weights, f32(1e-5), centred, extra, shrink, levels, scale)
+    x, shrink, (weight, bias) = (torch.from_numpy(array).double() for array in (x, shrink, weights))
+    theirs = F.layer_norm(x, (d,), weight, bias) if centred else F.rms_norm(x, (d,), weight, eps=1e-5)
+    assert is_levelled(levels, scale, torch.cat((theirs, torch.from_numpy(extra)), -1) * shrink)
+
+
+ACTIVATIONS = {kernels.GATED: lambda y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1], kernels.GELU: F.gelu,
+               kernels.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"), kernels.RELU: F.relu}
 
 
 @few
-@given(seeds, st.integers(1, 4), sizes)
-def test_gate(seed, n, d):
-    y, scale, bias, shrink = numbers(seed, n, 2 * d) * 4, np.abs(numbers(seed + 1, n)), numbers(seed, 2 * d), numbers(
-        seed + 2, d)
-    out, out_scale = np.empty((n, d), f32), np.empty(n, f32)
-    kernels.gate(y, scale, bias, ALONE, shrink, out, out_scale)
-    gate, up = (torch.from_numpy(y * scale[:, None] + bias)).double().chunk(2, -1)
-    assert near(rows(out, out_scale), F.silu(gate) * up * torch.from_numpy(shrink))
+@given(seeds, st.integers(1, 4), sizes, st.sampled_from(sorted(ACTIVATIONS)), st.sampled_from([0.1, 4, 30]))
+def test_activation(seed, n, d, kind, size):
+    y, shrink = numbers(seed, n, 2 * d if kind == kernels.GATED else d) * f32(size), numbers(seed + 2, d)
+    theirs = ACTIVATIONS[kind](torch.from_numpy(y).double()) * torch.from_numpy(shrink)
+    levels, scale = np.empty((n, d), np.uint8), np.empty(n, f32)
+    kernels.activation(y, kind, ALONE, shrink, levels, scale)
+    assert is_levelled(levels, scale, theirs)
+
+
+def test_gelu_is_torchs():
+    """Its value, not only to 8 bits: a row of one number has it for its scale."""
+    for x in np.concatenate((np.linspace(-6, 6, 601, dtype=f32), numbers(0, 200) * 3)):
+        levels, scale = np.empty((1, 1), np.uint8), np.empty(1, f32)
+        kernels.activation(np.full((1, 1), x), kernels.GELU, ALONE, np.ones(1, f32), levels, scale)
+        assert abs(scale[0] - abs(float(F.gelu(torch.tensor(x).double())))) <= 3e-7 * abs(x) + 1e-30
 
 
 def test_gate_of_extremes():
-    y, out, scale = np.array([[-1e4, -90, 90, 1e4, 1, 1, 1, 1]], f32), np.empty((1, 4), f32), np.empty(1, f32)
-    kernels.gate(y, np.ones(1, f32), np.zeros(8, f32), ALONE, np.ones(4, f32), out, scale)
-    assert (out * scale)[0].tolist() == pytest.approx([0, 0, 90, 1e4], rel=1e-6, abs=1e-30)
+    y = np.array([[-1e4, -90, 90, 1e4, 1, 1, 1, 1]], f32)
+    kernels.activation(y, kernels.GATED, ALONE, np.ones(4, f32), np.empty((1, 4), np.uint8), np.empty(1, f32))
+    assert y[0, :4].tolist() == pytest.approx([0, 0, 90, 1e4], rel=1e-6, abs=1e-30)
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+def layer_of(seed, out, size):
+    """Weights, and the whole numbers and scales that they stand for."""
+    weight, bias, shrink = numbers(seed, out, size), numbers(seed + 1, out), np.abs(numbers(seed + 2, size)) + f32(0.1)
+    weight[0] = 0  # a level of nothing
+    scale = np.maximum(np.abs(weight).max(axis=1), f32(1e-30)) / f32(63)
+    return kernels.in_levels(weight, bias, shrink), np.rint(weight / scale[:, None]).astype(int), scale, bias, shrink
+
+
+@few
+@given(seeds, st.integers(1, 23), st.integers(1, 70), st.integers(1, 70), st.sampled_from([ALONE, TWO]))
+def test_a_product_is_that_of_whole_numbers(seed, n, out, size, team):
+    """Of any shape, blocks and tiles full or not. The extremes are the largest sums that 16 bits have to hold."""
+    weights, levels, scale, bias, _ = layer_of(seed, out, size)
+    x = np.random.default_rng(seed).choice([1, 128, 255, 77], (n, -(-size // 4) * 4)).astype(np.uint8)
+    x[:, size:] = 201  # must not count
+    row_scale, y = np.abs(numbers(seed + 3, n)), np.full((n, out), np.nan, f32)
+    kernels.product(x, row_scale, weights, 0, team, y)
+    exact = (x[:, :size].astype(int) - 128) @ levels.T
+    expected = exact * (row_scale[:, None].astype(float) * scale / 127) + bias
+    assert np.allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    assert (y[:, 0] == bias[0]).all()
+
+
+def test_the_largest_sums_do_not_overflow():
+    """127 levels times 63, all of one sign: pairs of them in 16 bits, all of them in 32."""
+    for sign in (1, -1):
+        weights = kernels.in_levels(np.full((16, 4096), sign, f32), np.zeros(16, f32), np.ones(4096, f32))
+        for level in (255, 1):
+            y = np.empty((1, 16), f32)
+            kernels.product(np.full((1, 4096), level, np.uint8), np.ones(1, f32), weights, 0, ALONE, y)
+            assert np.allclose(y, sign * (1 if level == 255 else -1) * 4096, rtol=1e-6)
+
+
+tile_of_1, tile_of_5 = (kernels.tile_of(rows, avx2=False) for rows in (1, 5))
+
+
+@njit(fastmath={"reassoc", "contract", "nsz", "arcp"})  # as all of kernels.py
+def by_plain_tiles(x, row_scale, weights, y):
+    """One block, one row and five, without AVX2."""
+    steps = weights.packed.shape[2]
+    scale, shift, bias = weights.scale.ctypes.data, weights.shift.ctypes.data, weights.bias.ctypes.data
+    rows, w, factor, to = x.ctypes.data, weights.packed.ctypes.data, row_scale.ctypes.data, y.ctypes.data
+    tile_of_1(rows, 4 * steps, w, 64, steps, factor, scale, shift, bias, to, 64)
+    tile_of_5(rows + 4 * steps, 4 * steps, w, 64, steps, factor + 4, scale, shift, bias, to + 64, 64)
+
+
+def test_other_machines_compute_the_same_bits():
+    weights = layer_of(0, 16, 40)[0]
+    x = np.random.default_rng(0).integers(1, 256, (6, 40), dtype=np.uint8)
+    row_scale, here, there = np.abs(numbers(1, 6)), np.empty((6, 16), f32), np.empty((6, 16), f32)
+    kernels.product(x, row_scale, weights, 0, ALONE, here)
+    by_plain_tiles(x, row_scale, weights, there)
+    assert np.array_equal(here, there)
+
+
+@few
+@given(seeds, st.integers(2, 20), st.integers(1, 70), sizes)
+def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(seed, n, out, size):
+    weights, levels, scale, bias, shrink = layer_of(seed, out, size)
+    x, together, before = numbers(seed + 4, n, size), np.empty((n, out), f32), numbers(seed + 4, n, size)
+    kernels.linear(x, weights, TWO, together)
+    assert np.array_equal(x, before)
+    for i in range(n):
+        one = np.empty((1, out), f32)
+        kernels.linear(x[i : i + 1], weights, ALONE, one)
+        assert np.array_equal(one[0], together[i])
+    exact = (x * shrink) @ (levels * scale[:, None]).T + bias
+    assert np.abs(together - exact).max() <= 0.5 / 127 * (np.abs(x * shrink).max(axis=1)[:, None] * np.abs(
+        levels * scale[:, None]).sum(axis=1)).max() + 1e-5
+
+
+def test_layers_are_stacked_and_taken_apart():
+    layers = [layer_of(seed, 20, 12)[0] for seed in range(3)]
+    together = kernels.stacked(layers)
+    x, y = numbers(9, 4, 12), np.empty((2, 4, 20), f32)
+    for i, layer in enumerate(layers):
+        view = kernels.of_layer(together, i)
+        assert view.packed.base is not None and together.packed.ctypes.data % 64 == 0
+        kernels.linear(x, view, ALONE, y[0])
+        kernels.linear(x, layer, ALONE, y[1])
+        assert np.array_equal(y[0], y[1])
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
 
 
 def attention(seed, n, kv_heads, group, size, start, turned, interleaved, among=None):
-    """The arguments of kernels.attend, but for the last three; what its three parts are; and its output's size."""
+    """The arguments of kernels.attend, but for the last two, and its output's size."""
     heads = kv_heads * group
     y = numbers(seed, n, (heads + 2 * kv_heads) * size)
     if interleaved:  # query, key and value of each head: as many of one as of the others
@@ -85,13 +192,12 @@ def attention(seed, n, kv_heads, group, size, start, turned, interleaved, among=
     columns = numbers(seed + 2, 2, kv_heads, start + n + 3, size)
     if among is None:
         among = np.triu(np.full((n, n), -np.inf, f32), 1)
-    return [y, np.abs(numbers(seed + 3, n)), numbers(seed + 4, y.shape[1]), np.array(where), np.cos(angles),
-            np.sin(angles), columns, start, among], heads * size
+    return [y, np.array(where), np.cos(angles), np.sin(angles), columns, start, among], heads * size
 
 
-def in_torch(y, scale, bias, where, cos, sin, columns, start, among):
+def in_torch(y, where, cos, sin, columns, start, among):
     """The same in float64: [n, heads * size], and the columns afterwards."""
-    y, columns = torch.from_numpy(y * scale[:, None] + bias).double(), torch.from_numpy(columns).double()
+    y, columns = torch.from_numpy(y).double(), torch.from_numpy(columns).double()
     n, (_, kv_heads, _, size) = len(y), columns.shape
     heads = y.shape[1] // size - 2 * kv_heads
     part = [torch.stack([y[:, at + h * step :][:, :size] for h in range(count)])
@@ -102,29 +208,32 @@ def in_torch(y, scale, bias, where, cos, sin, columns, start, among):
         a, b = x[..., :half].clone(), x[..., half : 2 * half].clone()
         x[..., :half], x[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
     columns[:, :, start : start + n] = torch.stack(part[1:])
-    mask = F.pad(torch.from_numpy(among).double(), (start, 0))
+    mask = F.pad(torch.from_numpy(among).double(), (start + n - among.shape[1], 0))
     keys, values = columns[:, :, : start + n].repeat_interleave(heads // kv_heads, dim=1)
     out = F.scaled_dot_product_attention(part[0], keys, values, mask)
     return out.transpose(0, 1).reshape(n, -1), columns
 
 
 @few
-@given(seeds, st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 16, 20, 64]),
-       st.integers(0, 90), st.booleans(), st.booleans(), st.sampled_from([1, 2, 3]))
-def test_attend(seed, n, kv_heads, group, size, start, all_turned, interleaved, threads):
+@given(seeds, st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.sampled_from([2, 4, 16, 20, 64]),
+       st.integers(0, 90), st.booleans(), st.booleans(), st.sampled_from([1, 2, 3]), st.booleans())
+def test_attend(seed, n, kv_heads, group, size, start, all_turned, interleaved, threads, of_all):
     how = attention(seed, n, kv_heads, 1 if interleaved else group, size, start, size if all_turned else size // 4 * 2,
                     interleaved)[0]
+    if of_all:  # a mask of all columns, at random, and one position for all rows
+        how[6] = np.where(np.random.default_rng(seed).random((n, start + n)) < 0.5, 0, -np.inf).astype(f32)
+        how[6][:, 0] = 0
+        how[2:4] = how[2][:1], how[3][:1]
     expected, columns = in_torch(*how)
-    out, scale = np.empty(expected.shape, f32), np.empty(n, f32)
-    shrink = numbers(seed + 5, out.shape[1])
-    kernels.attend(*how, kernels.team(threads), shrink, out, scale)
-    assert near(rows(out, scale), expected * torch.from_numpy(shrink), 1e-5)
-    assert near(torch.from_numpy(how[6]), columns, 1e-6)
+    out = np.empty(expected.shape, f32)
+    kernels.attend(*how, kernels.team(threads), out)
+    assert near(torch.from_numpy(out), expected, 1e-5)
+    assert near(torch.from_numpy(how[4]), columns, 1e-6)
 
 
 @few
-@given(seeds, st.integers(2, 9), st.integers(0, 70))
-def test_a_node_has_the_bits_of_its_own_branch(seed, m, start):
+@given(seeds, st.integers(2, 9), st.integers(0, 70), st.sampled_from([16, 20]))
+def test_a_node_has_the_bits_of_its_own_branch(seed, m, start, size):
     """A tree in one pass, and each path of it as a chain, token by token: columns, attention, all in the same bits."""
     rng = np.random.default_rng(seed)
     parents = [int(rng.integers(-1, i)) if i else -1 for i in range(m)]
@@ -132,41 +241,38 @@ def test_a_node_has_the_bits_of_its_own_branch(seed, m, start):
     for i, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), i])
         among[i, paths[-1]] = 0
-    how, size = attention(seed, m, 2, 2, 16, start, 16, False, among)
-    out, scale, shrink = np.empty((m, size), f32), np.empty(m, f32), numbers(seed + 6, size)
+    how, width = attention(seed, m, 2, 2, size, start, size, False, among)
+    out = np.empty((m, width), f32)
     alone = [array.copy() if isinstance(array, np.ndarray) else array for array in how]
-    kernels.attend(*how, TWO, shrink, out, scale)
+    kernels.attend(*how, TWO, out)
     for node, path in enumerate(paths):
-        columns = alone[6].copy()
+        columns = alone[4].copy()
         for depth, i in enumerate(path):
-            one, one_scale = np.empty((1, size), f32), np.empty(1, f32)
-            row = slice(i, i + 1)
-            kernels.attend(alone[0][row].copy(), alone[1][row], *alone[2:4], alone[4][row], alone[5][row], columns,
-                           start + depth, np.zeros((1, 1), f32), ALONE, shrink, one, one_scale)
-        assert np.array_equal(one[0], out[node]) and one_scale[0] == scale[node]
+            one = np.empty((1, width), f32)
+            kernels.attend(alone[0][i : i + 1].copy(), alone[1], alone[2][i : i + 1], alone[3][i : i + 1], columns,
+                           start + depth, np.zeros((1, 1), f32), ALONE, one)
+        assert np.array_equal(one[0], out[node])
 
 
 @few
 @given(seeds, st.integers(2, 20), sizes)
 def test_a_row_has_the_same_bits_in_any_company(seed, n, d):
-    x, y, scale = numbers(seed, n, d), numbers(seed + 1, n, d), np.abs(numbers(seed + 2, n))
-    bias, weight, shrink = numbers(seed + 3, d), numbers(seed + 4, d), numbers(seed + 5, d)
-    both = numbers(seed + 6, n, 2 * d)
-    for kernel, of_rows, for_all in ((kernels.norm, [x], [weight, bias, f32(1e-5), True]), (kernels.levelled, [x], []),
-                                     (kernels.gate, [both, scale], [np.concatenate((bias, bias)), TWO])):
-        out, out_scale = np.empty((n, d), f32), np.empty(n, f32)
-        kernel(*of_rows, *for_all, shrink, out, out_scale)
+    x, weights, shrink = numbers(seed, n, d), numbers(seed + 1, 2, d), numbers(seed + 5, d)
+    both, nothing = numbers(seed + 6, n, 2 * d), np.empty((n, 0), f32)
+
+    def norm(rows, levels, scale):
+        kernels.levelled_norm(rows, weights, f32(1e-5), True, nothing[: len(rows)], shrink, levels, scale)
+
+    def gate(rows, levels, scale):
+        kernels.activation(rows.copy(), kernels.GATED, TWO, shrink, levels, scale)
+
+    for kernel, of_rows in ((norm, x), (gate, both)):
+        levels, scale = np.empty((n, d), np.uint8), np.empty(n, f32)
+        kernel(of_rows, levels, scale)
         for i in range(n):
-            one, one_scale = np.empty((1, d), f32), np.empty(1, f32)
-            kernel(*(array[i : i + 1] for array in of_rows), *for_all, shrink, one, one_scale)
-            assert np.array_equal(one[0], out[i]) and one_scale[0] == out_scale[i]
-    together = x.copy()
-    kernels.add(together, y, scale, bias)
-    assert np.allclose(together, x + y * scale[:, None] + bias, atol=1e-5)
-    for i in range(n):
-        one = x[i : i + 1].copy()
-        kernels.add(one, y[i : i + 1], scale[i : i + 1], bias)
-        assert np.array_equal(one[0], together[i])
+            one, one_scale = np.empty((1, d), np.uint8), np.empty(1, f32)
+            kernel(of_rows[i : i + 1], one, one_scale)
+            assert np.array_equal(one[0], levels[i]) and one_scale[0] == scale[i]
 
 
 @few
@@ -174,14 +280,17 @@ def test_a_row_has_the_same_bits_in_any_company(seed, n, d):
 def test_threads_change_no_bit(seed, n, kv_heads, group, start):
     """Of many passes one after another, as a race would show now and then."""
     how, size = attention(seed, n, kv_heads, group, 16, start, 16, False)
-    both, bias, shrink = numbers(seed, n, 2 * size), numbers(seed + 1, 2 * size), numbers(seed + 2, size)
+    both, shrink = numbers(seed, n, 2 * size), numbers(seed + 2, size)
+    weights, x = layer_of(seed, 1200, 64)[0], numbers(seed + 3, n, 64)
     results = []
     for team in (ALONE, TWO, TWO, kernels.team(5), TWO):
         mine = [array.copy() if isinstance(array, np.ndarray) else array for array in how]
-        outs, scales = np.empty((2, n, size), f32), np.empty((2, n), f32)
-        kernels.attend(*mine, team, shrink, outs[0], scales[0])
-        kernels.gate(both, how[1], bias, team, shrink, outs[1], scales[1])
-        results.append((outs.tobytes(), scales.tobytes(), mine[6].tobytes()))
+        out, levels, scale, y = np.empty((n, size), f32), np.empty((n, size), np.uint8), np.empty(n, f32), np.empty(
+            (n, 1200), f32)
+        kernels.attend(*mine, team, out)
+        kernels.activation(both.copy(), kernels.GATED, team, shrink, levels, scale)
+        kernels.linear(x, weights, team, y)
+        results.append(tuple(array.tobytes() for array in (out, levels, scale, y, mine[4])))
     assert len(set(results)) == 1
 
 
@@ -193,46 +302,50 @@ def test_without_openmp_there_is_one_thread(monkeypatch):
     team = kernels.team.__wrapped__(4)
     assert team[kernels.THREADS] == 1
     how, size = attention(0, 20, 2, 3, 16, 90, 16, False)
-    out, scale = np.empty((2, 20, size), f32), np.empty((2, 20), f32)
+    out = np.empty((2, 20, size), f32)
     for i, mine in enumerate((team, TWO)):
         again = [x.copy() if isinstance(x, np.ndarray) else x for x in how]
-        kernels.attend(*again, mine, np.ones(size, f32), out[i], scale[i])
-    assert np.array_equal(out[0], out[1]) and np.array_equal(scale[0], scale[1])
+        kernels.attend(*again, mine, out[i])
+    assert np.array_equal(out[0], out[1])
 
 
-@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_not_rounded_away(odd):
     """As a whole number of 8 bits it would be one: the row's scale tells of it, and no other row's."""
-    x, out, scale = numbers(0, 3, 40), np.empty((3, 40), f32), np.empty(3, f32)
+    x, y = numbers(0, 3, 40), np.empty((3, 8), f32)
     x[1, 17] = odd
-    kernels.levelled(x, np.ones(40, f32), out, scale)
-    assert np.isnan(scale[1]) and np.isfinite(scale[[0, 2]]).all() and np.isfinite(out[[0, 2]]).all()
+    kernels.linear(x, layer_of(0, 8, 40)[0], ALONE, y)
+    assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2]]).all()
 
 
 def test_a_row_of_zeros_is_levelled():
-    out, scale = np.empty((1, 8), f32), np.empty(1, f32)
-    kernels.levelled(np.zeros((1, 8), f32), np.ones(8, f32), out, scale)
-    assert not out.any() and 0 < scale[0] < 1e-20
+    levels, scale = np.empty((1, 8), np.uint8), np.empty(1, f32)
+    kernels.level(np.zeros(8, f32), np.ones(8, f32), levels, scale, 0)
+    assert (levels == 128).all() and 0 < scale[0] < 1e-20
 
 
-def test_nan_and_infinity_go_through_the_gate():
-    y, one = np.ones((3, 8), f32), np.ones(3, f32)
-    y[0, 1], y[1, 6], y[2, 2] = np.nan, np.nan, np.inf
+@pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
+def test_nan_and_infinity_go_through_the_activation(kind):
+    y = np.ones((4, 8), f32)
+    y[0, 1], y[1, 3], y[2, 2] = np.nan, -np.nan, np.inf
     assert np.isnan(kernels.exp(f32(np.nan)))
-    out, scale = np.empty((3, 4), f32), np.empty(3, f32)
-    kernels.gate(y, one, np.zeros(8, f32), ALONE, np.ones(4, f32), out, scale)
-    assert not np.isfinite(scale).any()
+    d = 4 if kind == kernels.GATED else 8
+    levels, scale = np.empty((4, d), np.uint8), np.empty(4, f32)
+    kernels.activation(y, kind, ALONE, np.ones(d, f32), levels, scale)
+    assert np.isnan(scale).tolist() == [True, True, True, False]
 
 
-def test_a_nan_is_seen_by_those_who_look_at_it():
+@pytest.mark.parametrize("size", [16, 20])
+def test_a_nan_is_seen_by_those_who_look_at_it(size):
     """Not by earlier tokens, nor by another branch: the nodes 0 and 1 are children of the text, 2 is one of 0."""
-    among = np.full((3, 3), -np.inf, f32)
-    among[[0, 1, 2, 2], [0, 1, 0, 2]] = 0
-    how, size = attention(0, 3, 2, 2, 16, 9, 16, False, among)
-    how[1][0] = np.nan
-    out, scale = np.empty((3, size), f32), np.empty(3, f32)
-    kernels.attend(*how, ALONE, np.ones(size, f32), out, scale)
-    assert np.isnan(scale).tolist() == [True, False, True] and np.isfinite(out[1]).all()
+    for nan in (np.nan, -np.nan):
+        among = np.full((3, 3), -np.inf, f32)
+        among[[0, 1, 2, 2], [0, 1, 0, 2]] = 0
+        how, width = attention(0, 3, 2, 2, size, 9, size, False, among)
+        how[0][0] = nan
+        out = np.empty((3, width), f32)
+        kernels.attend(*how, ALONE, out)
+        assert np.isnan(out).any(axis=1).tolist() == [True, False, True] and np.isfinite(out[1]).all()
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path):
@@ -250,9 +363,9 @@ TWICE = """
 import numpy as np
 from test_kernels import ALONE, attention, kernels
 how, size = attention(0, 3, 2, 2, 16, 150, 16, False)
-out, scale = np.empty((3, size), np.float32), np.empty(3, np.float32)
-kernels.attend(*how, ALONE, np.ones(size, np.float32), out, scale)
-shares = kernels.shared(kernels.share_of_attend).cache_hits
+out = np.empty((3, size), np.float32)
+kernels.attend(*how, ALONE, out)
+shares = kernels.shared(kernels.share_of_attention).cache_hits
 print(out.tobytes().hex(), min(shares, sum(kernels.attend.stats.cache_hits.values())))
 """
 
