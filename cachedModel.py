@@ -365,8 +365,7 @@ class CachedBatch:
         if self.stack is None:
             logits, hidden = self._pass(ids[:, None])
             return logits[:, 0], hidden[:, 0]
-        hidden = self.stack.next_of_each(ids, self.kv, self.length - 1)
-        return self.stack.head(hidden), hidden
+        return self.stack.next_of_each(ids, self.kv, self.length - 1)
 
     def keep(self, rows: LongTensor) -> None:
         """Go on with these sequences only (indices)."""

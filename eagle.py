@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
 import engine
-from engine import SLICE, StaticKV, attend, causal_mask, rotate, without_python, write
+from engine import SLICE, StaticKV, attend, own_mask, rotate, without_python, write
 from heads import Head, HeadDrafter, law_loss
 from medusa import parents_of
 from specSampling import MeasuredSpeed
@@ -115,7 +115,7 @@ class EagleHead(Head):
             in_8_bits = isinstance(self.out, engine.Int8Linear)
             self.passes[module] = (Int8DraftPass(self, module) if in_8_bits else
                                    without_python(DraftPass(self, module).eval()))
-        with torch.jit.optimized_execution(False):
+        with engine.as_it_is(self.passes[module]):
             return self.passes[module](*told)
 
     def build(self, d: int, inner: int, heads: int, extra: int) -> None:
@@ -416,7 +416,7 @@ class EagleDrafter(HeadDrafter):
         for at in range(start, end, SLICE):  # a prompt goes in slices, as in the target
             to = min(at + SLICE, end)
             f = self.target.features[at:to].to(self.head.cos.dtype)
-            f, logits = self.passed(ids[at + 1 : to + 1], ids[at:to], f, at, causal_mask(0, to - at, f), None, 1)
+            f, logits = self.passed(ids[at + 1 : to + 1], ids[at:to], f, at, own_mask(to - at, (), f), None, 1)
         return f[-1:], logits
 
     def expand(self, step: int, tokens, before, f, mask, base: int) -> tuple[Tensor, Tensor]:

@@ -320,11 +320,12 @@ class LeanForward(nn.Module):
         for part in ids.split([SLICE] * full + [ids.shape[0] - SLICE * full]):
             n = part.shape[0]
             tree = parents if start + n == end else ()
-            mask = None if n == 1 else tree_mask(start * self.stack.masks_all, n, tree, self.stack.cos)
+            mask = None if n == 1 else tree_mask(start, n, tree, self.stack.cos) if self.stack.masks_all else (
+                own_mask(n, tree, self.stack.cos))
             positions = tree_positions(start, n, tree, ids.device) if tree else None
             how = part, kv.buffer, None, positions, start, start + n, mask
             wanted = min(n, start + n - (end - keep))
-            with torch.jit.optimized_execution(False):  # nothing to fuse, and looking for it takes seconds a shape
+            with as_it_is(self.run):
                 if wanted > 0:
                     of_part, rows = self.run(*how, wanted)
                     logits.append(of_part)
@@ -349,6 +350,13 @@ def without_python(stack: "Stack") -> nn.Module:
             return torch.jit.script(stack)
         except Exception:  # whatever it does not know, Python does
             return stack
+
+
+def as_it_is(run):
+    """Inside, TorchScript looks for nothing to fuse in `run`, where that is some: it would take seconds a shape."""
+    if isinstance(run, torch.jit.ScriptModule):
+        return torch.jit.optimized_execution(False)
+    return contextlib.nullcontext()
 
 
 def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
@@ -382,6 +390,21 @@ def tree_mask(start: int, n: int, parents: tuple[int, ...], like: Tensor) -> Ten
     if m:
         mask[-m:, -m:] = like.new_zeros(m, m).masked_fill_(~ancestry(parents)[0].to(like.device), float("-inf"))
     return mask
+
+
+FEW_TOKENS = 64
+
+
+def own_mask(n: int, parents: tuple[int, ...], like: Tensor) -> Tensor:
+    """tree_mask of the new tokens alone, [n, n], not to be written to: that of few is kept, as it comes again."""
+    if n > FEW_TOKENS:
+        return tree_mask(0, n, parents, like)
+    return kept_mask(n, parents, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=256)
+def kept_mask(n: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return tree_mask(0, n, parents, torch.empty(0, dtype=dtype, device=device))
 
 
 def tree_positions(start: int, n: int, parents: tuple[int, ...], device) -> LongTensor:
@@ -576,26 +599,34 @@ class Int8Stack(Stack):
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__(model, rotary, blocks, norm)
         gated = model.config.model_type == "llama"
-        self.layers = int8_layers(blocks, "GATED" if gated else ACTIVATIONS[model.config.hidden_act])
-        self.turns = half_tables(self.cos, self.sin)
+        layers = int8_layers(blocks, "GATED" if gated else ACTIVATIONS[model.config.hidden_act])
+        whole = isinstance(self.head, Int8Linear)  # and no CutHead
+        self.told = kernels.Model(self.embedding.numpy(), layers, weight_and_bias(norm), norm.eps,
+                                  self.head.weights if whole else kernels.nothing(len(norm.weight)))
+        self.turns, self.columns = half_tables(self.cos, self.sin), self.head.out_features if whole else 0
 
-    def hidden(self, ids: Tensor, kv: Tensor, at: None, positions: Tensor | None, start: int, width: int,
-               mask: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, kv: Tensor, at: None, positions: Tensor | None, start: int, width: int,
+                mask: Tensor | None, keep: int) -> tuple[Tensor, Tensor]:
         where = slice(start, start + ids.shape[0]) if positions is None else positions.numpy()
-        return self.through(ids, kv[:, None], where, start, None if mask is None else mask.numpy())
+        return self.through(ids, kv[:, None], where, start, ONE_TOKEN if mask is None else mask.numpy(), keep)
 
-    def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> Tensor:
-        """Hidden [B, d] of the next tokens ids [B] of B sequences of `start` tokens each: one product for all of them.
-        kv: [layers, B, 2, heads, capacity, head_dim]."""
-        return self.through(ids, kv, slice(start, start + 1), start)
+    def hidden(self, *how) -> Tensor:
+        return self(*how, 0)[1]
 
-    def through(self, ids: Tensor, kv: Tensor, where, start: int, among: np.ndarray | None = None) -> Tensor:
-        """Hidden [n, d] of ids [n], at the positions `where`: see kernels.through."""
+    def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] and hidden [B, d] of the next tokens ids [B] of B sequences of `start` tokens each: one product
+        for all of them. kv: [layers, B, 2, heads, capacity, head_dim]."""
+        return self.through(ids, kv, slice(start, start + 1), start, ONE_TOKEN, len(ids))
+
+    def through(self, ids: Tensor, kv: Tensor, where, start: int, among: np.ndarray, keep: int
+                ) -> tuple[Tensor, Tensor]:
+        """Logits [keep, V] and hidden [n, d] of ids [n], at the positions `where`: see kernels.through."""
         cos, sin = (table[where] for table in self.turns)
-        among = ONE_TOKEN if among is None else among
-        x = F.embedding(ids, self.embedding)
-        kernels.through(x.numpy(), self.layers, kv.numpy(), cos, sin, start, among, int8_team())
-        return self.norm(x)
+        hidden = torch.empty(len(ids), self.embedding.shape[1])
+        logits = torch.empty(keep if self.columns else 0, self.columns)
+        kernels.through(ids.numpy(), self.told, kv.numpy(), cos, sin, start, among, int8_team(), hidden.numpy(),
+                        logits.numpy())
+        return logits if self.columns else self.head(hidden[len(ids) - keep :]), hidden
 
 
 ONE_TOKEN = np.zeros((1, 1), np.float32)  # which sees itself

@@ -164,7 +164,9 @@ def exp(x):
 INPUT_LEVELS, WEIGHT_LEVELS = 127, 63  # of either sign; weights take 7 bits: see multiply
 WIDE, DEEP = 16, 4  # outputs of a block of weights, and inputs of each that lie side by side
 ROWS = 5  # of a tile, for which the weights are read once: as many as there are registers for their sums
-AHEAD = 4096  # bytes: so long before their use weights are fetched, where the rows are one tile
+# Bytes: so long before their use weights are fetched, where the rows are one tile; for this use alone, so that the
+# caches keep what is used again: keys and values, the draft, Python itself.
+AHEAD = 4096
 HAS_AVX2 = bool(binding.get_host_cpu_features().get("avx2"))
 
 
@@ -206,6 +208,11 @@ def stacked(layers):
 def of_layer(weights, layer):
     """The Weights of one layer of several: views."""
     return Weights(*(array[layer : layer + 1] for array in weights))
+
+
+def nothing(size):
+    """Weights of a layer without outputs, of `size` inputs."""
+    return in_levels(np.zeros((0, size), f32), np.zeros(0, f32), np.ones(size, f32))
 
 
 def aligned(array):
@@ -288,7 +295,7 @@ def tile_of(rows, avx2=HAS_AVX2):
         with cgutils.for_range(builder, steps) as loop:
             place = builder.mul(loop.index, number(WIDE * DEEP))
             w = [load(weights, builder.add(place, number(32 * e)), vector) for e in eights]
-            builder.call(fetch, (at(weights, builder.add(place, ahead), byte), word(0), word(3), word(1)))
+            builder.call(fetch, (at(weights, builder.add(place, ahead), byte), word(0), word(0), word(1)))
             place = builder.mul(loop.index, number(DEEP))
             for i in range(rows):
                 four = load(x, builder.add(place, builder.mul(stride, number(i))), word)
@@ -377,12 +384,18 @@ def share_of_product(told):
 @compiled
 def linear(x, weights, team, y):
     """y [n, out]: the product of x [n, in] with the weights of the one layer they have, and its bias."""
-    n, size = x.shape
-    levels, scale, row = room_for(weights, n), np.empty(n, f32), np.empty(size, f32)
-    for i in range(n):
+    levelled_product(x, weights, team, y)
+
+
+@part
+def levelled_product(x, weights, team, y):
+    """See linear."""
+    levels, scale, row = room_for(weights, len(x)), np.empty(len(x), f32), np.empty(x.shape[1], f32)
+    for i in range(len(x)):
         row[:] = x[i]
         level(row, weights.shrink[0], levels, scale, i)
-    product(levels, scale, weights, 0, team, y)
+    if len(x):
+        product(levels, scale, weights, 0, team, y)
 
 
 # ------------------------------------------------------------------------------------------------ between the products
@@ -804,10 +817,28 @@ def add(x, y):
             x[i, j] += y[i, j]
 
 
+class Model(NamedTuple):
+    """What a model's pass computes with. embedding [V, d]; layers: Layers; norm [2, d] and eps: of the norm behind
+    them, centred as theirs are; head: Weights of one layer."""
+
+    embedding: np.ndarray
+    layers: Layers
+    norm: np.ndarray
+    eps: float
+    head: Weights
+
+
 @compiled
-def through(x, layers, kv, cos, sin, start, among, team):
-    """A model's pass from the embeddings x [n, d] to what its last norm is given, in place: see all_layers."""
-    all_layers(x, np.empty((x.shape[0], 0), f32), layers, kv, cos, sin, start, among, team)
+def through(tokens, model, kv, cos, sin, start, among, team, hidden, logits):
+    """The pass over tokens [n]: hidden [n, d], behind the last norm, and logits [keep, V] of the last ones. kv, cos,
+    sin, start, among: see all_layers."""
+    n, keep = hidden.shape[0], logits.shape[0]
+    for i in range(n):
+        hidden[i] = model.embedding[tokens[i]]
+    all_layers(hidden, np.empty((n, 0), f32), model.layers, kv, cos, sin, start, among, team)
+    for i in range(n):
+        norm(hidden[i], model.norm[0], model.norm[1], f32(model.eps), model.layers.centred, hidden[i])
+    levelled_product(hidden[n - keep :], model.head, team, logits)
 
 
 class Draft(NamedTuple):
@@ -846,12 +877,9 @@ def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
             extra[i, d:] = head.codes[before[i]]
     product(levels, scale, head.enter, 0, team, x)
     all_layers(x, extra, head.layers, kv, cos, sin, start, among, team)
-    keep, row = logits.shape[0], np.empty(d, f32)
-    levels = room_for(head.out, keep)
-    for i in range(keep):
-        if len(head.leave):
-            norm(x[n - keep + i], head.leave[0, 0], head.leave[0, 1], f32(head.eps), False, row)
-        else:
-            row[:] = x[n - keep + i]
-        level(row, head.out.shrink[0], levels, scale, i)
-    product(levels, scale, head.out, 0, team, logits)
+    keep = logits.shape[0]
+    left = x[n - keep :].copy()
+    if len(head.leave):
+        for i in range(keep):
+            norm(left[i], head.leave[0, 0], head.leave[0, 1], f32(head.eps), False, left[i])
+    levelled_product(left, head.out, team, logits)
