@@ -348,6 +348,8 @@ class CachedBatch:
         """For each of ids [B, n] in turn the logits [n, V] behind all its tokens, and hidden [n, d], what the output
         matrix was given."""
         self.length = ids.shape[1]
+        if self.length > self.positions:
+            raise ValueError(f"prompts of {self.length} tokens, and there is room for {self.positions}")
         if self.stack is None:
             yield from zip(*self._pass(ids))
             return
@@ -356,11 +358,17 @@ class CachedBatch:
         self.kv = self.stack.cos.new_zeros(len(self.stack.blocks), len(ids), 2, block.kv_heads, self.positions,
                                            block.head_dim)
         for i, prompt in enumerate(ids):
-            kv.buffer = self.kv[:, i]
-            yield self.model.lean(prompt, kv, 0, len(prompt))
+            of_prompt = self.model.lean(prompt, kv, 0, len(prompt))
+            self.kv[:, i, :, :, : self.length] = kv.buffer[..., : self.length, :]
+            yield of_prompt
 
     def step(self, ids: LongTensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] and hidden [B, d] behind one more token of each sequence, ids [B]."""
+        """Logits [B, V] and hidden [B, d] behind one more token of each sequence, ids [B].
+
+        Raises ValueError where there is no room for it.
+        """
+        if self.length == self.positions:
+            raise ValueError(f"there is room for {self.positions} tokens of each sequence and no more")
         self.length += 1
         if self.stack is None:
             logits, hidden = self._pass(ids[:, None])

@@ -140,7 +140,7 @@ class Int8Linear(nn.Module):
         self.weights = kernels.in_levels((weight * smooth).numpy(), bias.numpy(), (1 / smooth).numpy())
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.detach().reshape(-1, x.shape[-1])
+        rows = x.detach().float().reshape(-1, x.shape[-1])
         y = torch.empty(len(rows), self.out_features)
         if len(rows):
             kernels.linear(rows.contiguous().numpy(), self.weights, int8_team(), y.numpy())
@@ -624,7 +624,8 @@ class Int8Stack(Stack):
         cos, sin = (table[where] for table in self.turns)
         hidden = torch.empty(len(ids), self.embedding.shape[1])
         logits = torch.empty(keep if self.columns else 0, self.columns)
-        kernels.through(ids.numpy(), self.told, kv.numpy(), cos, sin, start, among, int8_team(), hidden.numpy(),
+        tokens = ids.long().contiguous().numpy()
+        kernels.through(tokens, self.told, kv.numpy(), cos, sin, start, among, int8_team(), hidden.numpy(),
                         logits.numpy())
         return logits if self.columns else self.head(hidden[len(ids) - keep :]), hidden
 

@@ -25,12 +25,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from llvmlite import binding, ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 f32 = np.float32
-LOG2_E, SMALLEST = f32(1 / math.log(2)), f32(1e-30)
+LOG2_E, SMALLEST, EPSILON = f32(1 / math.log(2)), f32(1e-30), np.finfo(f32).eps
 # 2^r for |r| <= 1/2 is the sum of (r ln 2)^k / k!: to 1e-7, float32's own rounding.
 C1, C2, C3, C4, C5, C6 = (f32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 
@@ -141,17 +141,18 @@ def shared(share):
 @part
 def together(team, share, told, many):
     """Let threads do their shares, or this one alone all of it. told: what they need to know, first of all the number
-    of the next task, 0; arrays by their addresses, since that is all that a C function can be given."""
+    of the next task, 0; arrays by their addresses, since that is all that a C function can be given. An array is freed
+    behind the last line that names it: the caller names each of those in `told` once more behind its call."""
     if many and team[THREADS] > 1:
         call(team[PARALLEL], team[share], told.ctypes.data, team[THREADS], 0)
     else:
         call(team[share], told.ctypes.data, 0, 0, 0)
-    told[0] = 0  # it must live until here
+    told[0] = 0  # so that it lives until here
 
 
 @part
 def exp(x):
-    """e^x, without a call, so that a loop over it is one over vectors; 0 and infinity are e^-87 and e^88 here."""
+    """e^x, without a call, so that a loop over it is one over vectors; never less than 2^-126 or more than 2^127."""
     y = min(max(x * LOG2_E, f32(-126)), f32(127))
     whole = np.floor(y + f32(0.5))
     r = y - whole
@@ -167,7 +168,9 @@ ROWS = 5  # of a tile, for which the weights are read once: as many as there are
 # Bytes: so long before their use weights are fetched, where the rows are one tile; for this use alone, so that the
 # caches keep what is used again: keys and values, the draft, Python itself.
 AHEAD = 4096
-HAS_AVX2 = bool(binding.get_host_cpu_features().get("avx2"))
+# What numba compiles for: this machine, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say.
+HAS_AVX2 = ("+avx2" in (config.CPU_FEATURES or "") if config.CPU_NAME or config.CPU_FEATURES is not None else
+            bool(binding.get_host_cpu_features().get("avx2")))
 
 
 class Weights(NamedTuple):
@@ -201,8 +204,8 @@ def in_levels(weight, bias, shrink):
 
 def stacked(layers):
     """The Weights of all layers, from those of each."""
-    together = Weights(*(np.concatenate(arrays) for arrays in zip(*layers)))
-    return together._replace(packed=aligned(together.packed))
+    common = Weights(*(np.concatenate(arrays) for arrays in zip(*layers)))
+    return common._replace(packed=aligned(common.packed))
 
 
 def of_layer(weights, layer):
@@ -306,11 +309,11 @@ def tile_of(rows, avx2=HAS_AVX2):
         for i in range(rows):
             factor = for_all(load(row_scale, number(4 * i), real), reals)
             for e in eights:
-                part = number(32 * e)
-                whole = builder.sitofp(builder.sub(builder.load(total[i][e]), load(shift, part, words)), reals)
-                factors = builder.fmul(factor, load(scale, part, reals))
-                result = builder.fadd(builder.fmul(whole, factors), load(bias, part, reals))
-                place = builder.add(builder.mul(across, number(i)), part)
+                eight = number(32 * e)
+                whole = builder.sitofp(builder.sub(builder.load(total[i][e]), load(shift, eight, words)), reals)
+                factors = builder.fmul(factor, load(scale, eight, reals))
+                result = builder.fadd(builder.fmul(whole, factors), load(bias, eight, reals))
+                place = builder.add(builder.mul(across, number(i)), eight)
                 builder.store(result, at(y, place, reals), align=1)
         return context.get_dummy_value()
 
@@ -344,6 +347,7 @@ def product(levels, row_scale, weights, layer, team, y):
     told[10], told[11] = weights.scale[layer].ctypes.data, weights.shift[layer].ctypes.data
     told[12], told[13], told[14] = weights.bias[layer].ctypes.data, y.ctypes.data, last.ctypes.data
     together(team, OF_PRODUCT, told, many)
+    told[0] = levels.size + row_scale.size + y.size  # so that they live until here
     full = y.shape[1] // WIDE * WIDE
     for i in range(len(last)):
         for j in range(full, y.shape[1]):
@@ -444,6 +448,7 @@ def activation(y, kind, team, shrink, levels, scale):
     told[:6] = 0, n, d, y.shape[1], levels.shape[1], kind
     told[6], told[7], told[8], told[9] = y.ctypes.data, shrink.ctypes.data, levels.ctypes.data, scale.ctypes.data
     together(team, OF_ACTIVATION, told, n > 1)
+    told[0] = y.size + shrink.size + levels.size + scale.size  # so that they live until here
 
 
 def share_of_activation(told):
@@ -474,6 +479,10 @@ def share_of_activation(told):
         i = claim(told)
 
 
+AT_ONCE = 3  # queries with the same keys and values, which are loaded once for all of them
+NUMBERS, COLUMNS = 16, 4  # of a head, and columns, that `dots` and `mix` take together
+
+
 @part
 def turn(head, cos, sin, i):
     """Rotate the first numbers of a head's vector by position i of the tables [n, size / 2], halves as pairs."""
@@ -491,7 +500,7 @@ def attend(y, where, cos, sin, columns, start, among, team, out):
 
     where [3, 2]: of the queries, keys and values in a row of y the first head's beginning, and the distance from head
     to head. cos, sin [n or 1, turned / 2]: rotary tables, of each row or one for all. among [n, m]: 0 where a new row
-    sees one of the last m columns; all see those before.
+    sees one of the last m columns, anything else where it does not; all see those before.
     """
     n, kv_heads, size, m = y.shape[0], columns.shape[1], columns.shape[3], among.shape[1]
     take_apart(y, where, cos, sin, out.shape[1] // size, columns, start)
@@ -505,7 +514,7 @@ def attend(y, where, cos, sin, columns, start, among, team, out):
     told[12], told[13], told[14], told[15] = y.ctypes.data, columns.ctypes.data, among.ctypes.data, out.ctypes.data
     told[16], told[17] = seen.ctypes.data, score.ctypes.data
     together(team, OF_ATTENTION, told, many)
-    told[1] = seen.size + score.size  # they must live until here
+    told[0] = y.size + columns.size + among.size + out.size + seen.size + score.size  # so that they live until here
 
 
 @part
@@ -552,9 +561,9 @@ def share_of_attention(told):
                     count += 1
         keys, values, h, end = columns[0, k], columns[1, k], k * group, (k + 1) * group
         while h < end:
-            many = min(AT_ONCE, end - h) if size % VECTORS == 0 else 1
+            many = min(AT_ONCE, end - h) if size % NUMBERS == 0 else 1
             query, result = y[i, first + h * apart :], out[i, h * size : (h + many) * size]
-            if size % VECTORS == 0:
+            if size % NUMBERS == 0:
                 look(query, 4 * apart, keys, values, seen, count, score, result, many)
             else:
                 look_in_loops(query, keys, values, seen, count, score, result)
@@ -562,14 +571,11 @@ def share_of_attention(told):
         task = claim(told)
 
 
-AT_ONCE = 3  # queries with the same keys and values, which are loaded once for all of them
-VECTORS, COLUMNS = 16, 4  # numbers of a head, and columns, that `dots` and `mix` take together
-
-
 @part
 def look(query, apart, keys, values, seen, count, score, out, many):
     """out [many * size]: for each query softmax(query . keys / sqrt(size)) . values over the first `count` of the
-    columns `seen`. query: the first; each is `apart` bytes from the next. score [AT_ONCE, ...]: room for the scores."""
+    columns `seen`. query: the first; each is `apart` bytes from the next. score [AT_ONCE, ...]: room for the scores.
+    seen and score have COLUMNS places more than are counted."""
     size = keys.shape[1]
     for c in range(count, count + -count % COLUMNS):
         seen[c] = seen[count - 1]  # fills up: its scores are not looked at
@@ -720,10 +726,10 @@ def mix_of(queries):
 
     def generate(context, builder, signature, arguments):
         weight, across, values, seen, count, size, out, apart = arguments
-        v, number, halves = Vectors(builder), ir.IntType(64), range(VECTORS // 8)
+        v, number, halves = Vectors(builder), ir.IntType(64), range(NUMBERS // 8)
         totals = [v.sums(len(halves)) for _ in range(queries)]
-        with cgutils.for_range(builder, builder.sdiv(size, number(VECTORS))) as part_of:
-            place = v.times(part_of.index, 4 * VECTORS)
+        with cgutils.for_range(builder, builder.sdiv(size, number(NUMBERS))) as part_of:
+            place = v.times(part_of.index, 4 * NUMBERS)
             for sums in totals:
                 v.empty(sums)
             with cgutils.for_range(builder, count) as loop:
@@ -781,6 +787,10 @@ def all_layers(x, extra, layers, kv, cos, sin, start, among, team):
     n, d = x.shape
     sequences = kv.shape[1]
     m = n // sequences
+    if start < 0 or start + m > kv.shape[4] or among.shape[1] > start + m:
+        raise ValueError("the cache has too few columns")
+    if len(cos) != m and len(cos) != 1:
+        raise ValueError("positions are beyond the rotary table")
     qkv, o, up, down = layers.qkv, layers.o, layers.up, layers.down
     states, attended = np.empty((n, qkv.bias.shape[1]), f32), np.empty((n, o.shrink.shape[1]), f32)
     inner, more, scale = np.empty((n, up.bias.shape[1]), f32), np.empty((2, n, d), f32), np.empty(n, f32)
@@ -833,12 +843,21 @@ def through(tokens, model, kv, cos, sin, start, among, team, hidden, logits):
     """The pass over tokens [n]: hidden [n, d], behind the last norm, and logits [keep, V] of the last ones. kv, cos,
     sin, start, among: see all_layers."""
     n, keep = hidden.shape[0], logits.shape[0]
+    check_ids(tokens, len(model.embedding))
     for i in range(n):
         hidden[i] = model.embedding[tokens[i]]
     all_layers(hidden, np.empty((n, 0), f32), model.layers, kv, cos, sin, start, among, team)
     for i in range(n):
         norm(hidden[i], model.norm[0], model.norm[1], f32(model.eps), model.layers.centred, hidden[i])
     levelled_product(hidden[n - keep :], model.head, team, logits)
+
+
+@part
+def check_ids(ids, vocab):
+    """Raises IndexError: what numba compiles looks at no bounds itself."""
+    for i in range(len(ids)):
+        if ids[i] < 0 or ids[i] >= vocab:
+            raise IndexError("a token id is outside the vocabulary")
 
 
 class Draft(NamedTuple):
@@ -861,6 +880,8 @@ def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
     """x [n, d], the guessed features of `tokens` [n] behind the tokens `before` [n] with features f [n, d], and logits
     [keep, C] of what follows the last of them. head: a Draft. kv, cos, sin, start, among: see all_layers."""
     (n, d), e = x.shape, head.codes.shape[1]
+    check_ids(tokens, len(head.embedding))
+    check_ids(before, len(head.embedding))
     both, levels, scale = np.empty(2 * d, f32), room_for(head.enter, n), np.empty(n, f32)
     extra, ones, zeros = np.empty((n, d + e if e else 0), f32), np.ones(d, f32), np.zeros(d, f32)
     for i in range(n):
@@ -873,7 +894,7 @@ def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
             both[d:] = f[i]
         level(both, head.enter.shrink[0], levels, scale, i)
         if e:
-            norm(embedded, ones, zeros, SMALLEST, False, extra[i, :d])
+            norm(embedded, ones, zeros, EPSILON, False, extra[i, :d])
             extra[i, d:] = head.codes[before[i]]
     product(levels, scale, head.enter, 0, team, x)
     all_layers(x, extra, head.layers, kv, cos, sin, start, among, team)

@@ -561,7 +561,7 @@ def test_a_heads_step_is_all_that_lies_between_its_passes(monkeypatch, folders, 
         monkeypatch.setattr(of, name, wrapped)
 
     head = methods.HEADS
-    slow(head["eagle"], "forward", lambda args: 0.25 + (args[10] == 1) + 100 * len(args[1]) * (len(args[1]) > 12))
+    slow(head["eagle"], "forward", lambda args: 0.25 + (args[9] == 1) + 100 * len(args[1]) * (len(args[1]) > 12))
     slow(head["medusa"], "forward", lambda args: 0.5)
     slow(sys.modules["eagle"].EagleDrafter, "children", lambda args: 2.0)
     slow(sys.modules["eagle"].Growth, "of", lambda args: 7.0)

@@ -256,3 +256,18 @@ def test_sequences_side_by_side_are_what_each_is_alone(family, engine):
 def test_more_positions_than_the_context_are_refused():
     with pytest.raises(ValueError, match="321 tokens do not fit the model's context of 320"):
         CachedBatch(MODELS["llama"], 321)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("engine", ["eager", "int8"])
+def test_there_is_room_for_as_many_tokens_as_were_asked_for(engine):
+    model = lively("llama", positions=320)
+    use_engine(model, engine)
+    ids = torch.tensor([random_ids(6, seed=seed) for seed in range(2)])
+    batch = CachedBatch(model, 5)
+    with pytest.raises(ValueError, match="prompts of 6 tokens"):
+        list(batch.prompts(ids))
+    list(batch.prompts(ids[:, :4]))
+    batch.step(ids[:, 4])
+    with pytest.raises(ValueError, match="room for 5 tokens"):
+        batch.step(ids[:, 5])

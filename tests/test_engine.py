@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import kernels
 from cachedModel import CachedModel
 from conftest import tiny_model
 from engine import (Int8Linear, LlamaBlock, NeoXBlock, PackedLinear, Part, StaticKV, causal_mask, replace_linears,
@@ -341,6 +342,32 @@ def test_two_int8_caches_in_turn_grow_and_keep_their_bits(family):
         for cached, ids, expected in zip(caches, texts, whole):
             assert torch.equal(cached.forward(ids[:end], keep=end - start), expected[start:end])
     assert all(cached.kv.capacity >= 1100 for cached in caches)
+
+
+@pytest.mark.parametrize("family", LEAN)
+@torch.inference_mode()
+def test_what_the_compiled_pass_could_not_reach_is_refused(family):
+    """It looks at no bounds: it would read and write what is not its own."""
+    lean = on_engine(family, "int8").lean
+    kv = lean.kv_for(lean)
+    for ids in ([3, 200], [-1], [10**9]):
+        with pytest.raises(IndexError, match="vocabulary"):
+            lean(torch.tensor(ids), kv, 0, 1)
+    with pytest.raises(ValueError, match="rotary table"):
+        lean(some_ids(3), kv, 254, 1)
+    with pytest.raises(ValueError, match="columns"):
+        mask = torch.zeros(3, 3).numpy()
+        lean.stack.through(some_ids(3), kv.buffer[:, None], slice(254, 255), kv.capacity - 2, mask, 1)
+
+
+@torch.inference_mode()
+def test_ids_of_another_type_or_layout_are_the_same_ids():
+    model = on_engine("llama", "int8")
+    ids, compiled = some_ids(20), len(kernels.through.signatures)
+    expected = model.lean(ids, model.lean.kv_for(model), 0, 20)[0]
+    for odd in (ids.int(), torch.stack((ids, ids), 1)[:, 0]):
+        assert torch.equal(model.lean(odd, model.lean.kv_for(model), 0, 20)[0], expected)
+    assert len(kernels.through.signatures) <= max(compiled, 1)  # and nothing is compiled anew
 
 
 @pytest.mark.parametrize("engine", ["packed", "int8"])

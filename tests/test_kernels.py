@@ -359,6 +359,25 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path):
     assert done.stdout.split() == ["1.0", "NullCache"], done.stderr
 
 
+FREED = """
+import numpy as np
+from test_kernels import ALONE, kernels
+x, w = np.random.default_rng(0).standard_normal((2, 300, 300)).astype(np.float32)
+y = np.empty((300, 300), np.float32)
+kernels.linear(x, kernels.in_levels(w, np.zeros(300, np.float32), np.ones(300, np.float32)), ALONE, y)
+print(np.abs(y - x @ w.T).max() / np.abs(x @ w.T).max())
+"""
+
+
+def test_no_array_is_freed_while_a_thread_reads_it():
+    """Freed memory mostly still holds what it held: here it is overwritten at once."""
+    tests = Path(__file__).parent
+    path = os.pathsep.join((str(tests), str(tests.parent)))
+    where = dict(os.environ, MALLOC_PERTURB_="165", PYTHONPATH=path)
+    done = subprocess.run([sys.executable, "-c", FREED], env=where, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.03
+
+
 TWICE = """
 import numpy as np
 from test_kernels import ALONE, attention, kernels
