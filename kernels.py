@@ -393,7 +393,9 @@ def linear(x, weights, team, y):
 
 @part
 def levelled_product(x, weights, team, y):
-    """See linear."""
+    """See linear. Raises ValueError for rows of another length than the weights'."""
+    if x.shape[1] != weights.shrink.shape[1]:
+        raise ValueError("the rows of a product have another length than its weights'")
     levels, scale, row = room_for(weights, len(x)), np.empty(len(x), f32), np.empty(x.shape[1], f32)
     for i in range(len(x)):
         row[:] = x[i]

@@ -360,6 +360,14 @@ def test_what_the_compiled_pass_could_not_reach_is_refused(family):
         lean.stack.through(some_ids(3), kv.buffer[:, None], slice(254, 255), kv.capacity - 2, mask, 1)
 
 
+def test_rows_of_another_length_than_the_weights_are_refused():
+    layer = Int8Linear(torch.ones(48, 32), None, torch.ones(32))
+    for size in (31, 33):
+        with pytest.raises(ValueError, match="length"):
+            layer(torch.ones(2, size))
+    assert layer(torch.ones(0, 32)).shape == (0, 48)
+
+
 @torch.inference_mode()
 def test_ids_of_another_type_or_layout_are_the_same_ids():
     model = on_engine("llama", "int8")
