@@ -247,24 +247,85 @@ def level(row, shrink, levels, scale, i):
         levels[i, j] = np.uint8(as_bits(row[j] * inverse + (ROUND + f32(INPUT_LEVELS + 1))) & np.int32(255))
 
 
-def multiply(builder, x, w, avx2):
+class Vectors:
+    """What tiles, `dots` and `mix` are written with: LLVM's code for vectors, by `builder`. Addresses, numbers of bytes
+    and counts are whole numbers of 64 bits."""
+
+    byte, word, number, real = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+    bytes, words, reals = ir.VectorType(byte, 32), ir.VectorType(word, 8), ir.VectorType(real, 8)
+
+    def __init__(self, builder):
+        self.builder = builder
+
+    def function(self, name, result, *arguments):
+        """One of LLVM's own functions."""
+        return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, arguments), name)
+
+    def at(self, address, *offsets):
+        """The sum of an address and numbers of bytes."""
+        for offset in offsets:
+            address = self.builder.add(address, self.number(offset) if isinstance(offset, int) else offset)
+        return address
+
+    def times(self, a, b):
+        return self.builder.mul(a, self.number(b) if isinstance(b, int) else b)
+
+    def load(self, kind, *address):
+        return self.builder.load(self.builder.inttoptr(self.at(*address), kind.as_pointer()), align=1)
+
+    def store(self, value, *address):
+        self.builder.store(value, self.builder.inttoptr(self.at(*address), value.type.as_pointer()), align=1)
+
+    def fetch(self, *address):
+        """Fetch what is there for one use, past the caches."""
+        place = self.builder.inttoptr(self.at(*address), self.byte.as_pointer())
+        fetch = self.function("llvm.prefetch.p0", ir.VoidType(), place.type, self.word, self.word, self.word)
+        self.builder.call(fetch, (place, self.word(0), self.word(0), self.word(1)))  # to read, no locality, data
+
+    def picked(self, a, b, places):
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(self.word, len(places)), places))
+
+    def for_all(self, one):
+        """8 times the same."""
+        nothing = ir.Constant(ir.VectorType(one.type, 8), ir.Undefined)
+        return self.picked(self.builder.insert_element(nothing, one, self.word(0)), nothing, [0] * 8)
+
+    def sums(self, kind, count):
+        """Room for vectors that a loop adds up, which LLVM keeps in registers."""
+        return [cgutils.alloca_once(self.builder, kind) for _ in range(count)]
+
+    def empty(self, kind, sums):
+        for one in sums:
+            self.builder.store(ir.Constant(kind, [0] * 8), one)
+
+    def add_product(self, a, b, total):
+        fused = self.function("llvm.fma.v8f32", self.reals, self.reals, self.reals, self.reals)
+        self.builder.store(self.builder.call(fused, (a, b, self.builder.load(total))), total)
+
+    def totals(self, a, b, c, d):
+        """<4 x float>: the sum of the numbers of each of four vectors."""
+        add = self.builder.fadd
+        pairs = [add(self.picked(x, y, [0, 8, 2, 10, 4, 12, 6, 14]), self.picked(x, y, [1, 9, 3, 11, 5, 13, 7, 15]))
+                 for x, y in ((a, b), (c, d))]
+        fours = add(self.picked(*pairs, [0, 1, 8, 9, 4, 5, 12, 13]), self.picked(*pairs, [2, 3, 10, 11, 6, 7, 14, 15]))
+        return add(self.picked(fours, fours, [0, 1, 2, 3]), self.picked(fours, fours, [4, 5, 6, 7]))
+
+
+def multiply(v, x, w, avx2):
     """Of 8 outputs the sum over DEEP inputs of x (unsigned) times w: <8 x i32> of two <32 x i8>.
 
     AVX2 multiplies unsigned by signed bytes, and adds pairs of products in 16 bits. Those of 8 and 8 bits would not
     fit; 2 * 255 * 63 does. Without AVX2 the same whole numbers are computed in 32 bits."""
-    words = ir.VectorType(ir.IntType(32), 8)
+    builder = v.builder
     if avx2:
         halves = ir.VectorType(ir.IntType(16), 16)
-        in_pairs = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(halves, (x.type, x.type)), "llvm.x86.avx2.pmadd.ub.sw")
-        add_pairs = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(words, (halves, halves)), "llvm.x86.avx2.pmadd.wd")
+        in_pairs = v.function("llvm.x86.avx2.pmadd.ub.sw", halves, v.bytes, v.bytes)
+        add_pairs = v.function("llvm.x86.avx2.pmadd.wd", v.words, halves, halves)
         return builder.call(add_pairs, (builder.call(in_pairs, (x, w)), ir.Constant(halves, [1] * 16)))
-    wide = ir.VectorType(ir.IntType(32), 32)
-    products, total = builder.mul(builder.zext(x, wide), builder.sext(w, wide)), ir.Constant(words, [0] * 8)
+    wide = ir.VectorType(v.word, 32)
+    products, total = builder.mul(builder.zext(x, wide), builder.sext(w, wide)), ir.Constant(v.words, [0] * 8)
     for k in range(DEEP):
-        every = ir.Constant(words, list(range(k, 32, DEEP)))
-        total = builder.add(total, builder.shuffle_vector(products, ir.Constant(wide, ir.Undefined), every))
+        total = builder.add(total, v.picked(products, ir.Constant(wide, ir.Undefined), list(range(k, 32, DEEP))))
     return total
 
 
@@ -276,45 +337,28 @@ def tile_of(rows, avx2=HAS_AVX2):
 
     def generate(context, builder, signature, arguments):
         x, stride, weights, ahead, steps, row_scale, scale, shift, bias, y, across = arguments
-        byte, word, number, real = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-        vector, words, reals = ir.VectorType(byte, 32), ir.VectorType(word, 8), ir.VectorType(real, 8)
-        zeros = ir.Constant(words, [0] * 8)
-        fetch = cgutils.get_or_insert_function(builder.module, ir.FunctionType(
-            ir.VoidType(), (byte.as_pointer(), word, word, word)), "llvm.prefetch.p0")
-        eights = range(WIDE // 8)  # of a block's outputs, as there are 8 sums in a vector
-
-        def at(address, offset, kind):
-            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
-
-        def load(address, offset, kind):
-            return builder.load(at(address, offset, kind), align=1)
-
-        def for_all(one, kind):
-            anything = ir.Constant(kind, ir.Undefined)
-            return builder.shuffle_vector(builder.insert_element(anything, one, word(0)), anything, zeros)
-
-        # LLVM keeps them in registers.
-        total = [[cgutils.alloca_once_value(builder, zeros) for _ in eights] for _ in range(rows)]
+        v, eights = Vectors(builder), range(WIDE // 8)  # of a block's outputs, as there are 8 sums in a vector
+        totals = [v.sums(v.words, len(eights)) for _ in range(rows)]
+        for sums in totals:
+            v.empty(v.words, sums)
         with cgutils.for_range(builder, steps) as loop:
-            place = builder.mul(loop.index, number(WIDE * DEEP))
-            w = [load(weights, builder.add(place, number(32 * e)), vector) for e in eights]
-            builder.call(fetch, (at(weights, builder.add(place, ahead), byte), word(0), word(0), word(1)))
-            place = builder.mul(loop.index, number(DEEP))
+            place = v.times(loop.index, WIDE * DEEP)
+            w = [v.load(v.bytes, weights, place, 32 * e) for e in eights]
+            v.fetch(weights, place, ahead)
+            place = v.times(loop.index, DEEP)
             for i in range(rows):
-                four = load(x, builder.add(place, builder.mul(stride, number(i))), word)
-                four = builder.bitcast(for_all(four, words), vector)
+                four = builder.bitcast(v.for_all(v.load(v.word, x, place, v.times(stride, i))), v.bytes)
                 for e in eights:
-                    more = multiply(builder, four, w[e], avx2)
-                    builder.store(builder.add(builder.load(total[i][e]), more), total[i][e])
+                    total = totals[i][e]
+                    builder.store(builder.add(builder.load(total), multiply(v, four, w[e], avx2)), total)
         for i in range(rows):
-            factor = for_all(load(row_scale, number(4 * i), real), reals)
+            factor = v.for_all(v.load(v.real, row_scale, 4 * i))
             for e in eights:
-                eight = number(32 * e)
-                whole = builder.sitofp(builder.sub(builder.load(total[i][e]), load(shift, eight, words)), reals)
-                factors = builder.fmul(factor, load(scale, eight, reals))
-                result = builder.fadd(builder.fmul(whole, factors), load(bias, eight, reals))
-                place = builder.add(builder.mul(across, number(i)), eight)
-                builder.store(result, at(y, place, reals), align=1)
+                whole = builder.sub(builder.load(totals[i][e]), v.load(v.words, shift, 32 * e))
+                factors = builder.fmul(factor, v.load(v.reals, scale, 32 * e))
+                result = builder.fmul(builder.sitofp(whole, v.reals), factors)
+                result = builder.fadd(result, v.load(v.reals, bias, 32 * e))
+                v.store(result, y, v.times(across, i), 32 * e)
         return context.get_dummy_value()
 
     @intrinsic
@@ -632,61 +676,9 @@ def soften(score, count, size):
     return total
 
 
-class Vectors:
-    """What `dots_of` and `mix_of` are written with: vectors of 8 float32, told to LLVM by `builder`."""
-
-    number, word, real = ir.IntType(64), ir.IntType(32), ir.FloatType()
-    kind = ir.VectorType(real, 8)
-
-    def __init__(self, builder):
-        self.builder = builder
-        self.fused = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(self.kind, (self.kind,) * 3), "llvm.fma.v8f32")
-
-    def at(self, address, *offsets):
-        """The sum of an address and numbers of bytes."""
-        for offset in offsets:
-            address = self.builder.add(address, self.number(offset) if isinstance(offset, int) else offset)
-        return address
-
-    def times(self, a, b):
-        return self.builder.mul(a, self.number(b) if isinstance(b, int) else b)
-
-    def load(self, kind, *address):
-        return self.builder.load(self.builder.inttoptr(self.at(*address), kind.as_pointer()), align=1)
-
-    def store(self, value, *address):
-        self.builder.store(value, self.builder.inttoptr(self.at(*address), value.type.as_pointer()), align=1)
-
-    def column(self, seen, place):
-        """The number of a column, the one at `place` of those seen."""
-        return self.builder.sext(self.load(self.word, seen, self.times(place, 4)), self.number)
-
-    def picked(self, a, b, places):
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(self.word, len(places)), places))
-
-    def for_all(self, one):
-        nothing = ir.Constant(self.kind, ir.Undefined)
-        return self.picked(self.builder.insert_element(nothing, one, self.word(0)), nothing, [0] * 8)
-
-    def sums(self, count):
-        """Room for vectors that a loop adds up, which LLVM keeps in registers."""
-        return [cgutils.alloca_once(self.builder, self.kind) for _ in range(count)]
-
-    def empty(self, sums):
-        for one in sums:
-            self.builder.store(ir.Constant(self.kind, [0.0] * 8), one)
-
-    def add_product(self, a, b, total):
-        self.builder.store(self.builder.call(self.fused, (a, b, self.builder.load(total))), total)
-
-    def totals(self, a, b, c, d):
-        """<4 x float>: the sum of the numbers of each of four vectors."""
-        add = self.builder.fadd
-        pairs = [add(self.picked(x, y, [0, 8, 2, 10, 4, 12, 6, 14]), self.picked(x, y, [1, 9, 3, 11, 5, 13, 7, 15]))
-                 for x, y in ((a, b), (c, d))]
-        fours = add(self.picked(*pairs, [0, 1, 8, 9, 4, 5, 12, 13]), self.picked(*pairs, [2, 3, 10, 11, 6, 7, 14, 15]))
-        return add(self.picked(fours, fours, [0, 1, 2, 3]), self.picked(fours, fours, [4, 5, 6, 7]))
+def column_of(v, seen, place):
+    """The number of a column, the one at `place` of those seen."""
+    return v.builder.sext(v.load(v.word, seen, v.times(place, 4)), v.number)
 
 
 def dots_of(queries):
@@ -697,18 +689,19 @@ def dots_of(queries):
     def generate(context, builder, signature, arguments):
         query, apart, keys, seen, count, size, score, across = arguments
         v, number = Vectors(builder), ir.IntType(64)
-        totals = [v.sums(COLUMNS) for _ in range(queries)]
+        totals = [v.sums(v.reals, COLUMNS) for _ in range(queries)]
         steps = builder.sdiv(builder.add(count, number(COLUMNS - 1)), number(COLUMNS))
         with cgutils.for_range(builder, steps) as loop:
             first = v.times(loop.index, COLUMNS)
-            columns = [v.at(keys, v.times(v.times(v.column(seen, v.at(first, c)), size), 4)) for c in range(COLUMNS)]
+            columns = [column_of(v, seen, v.at(first, c)) for c in range(COLUMNS)]
+            columns = [v.at(keys, v.times(v.times(column, size), 4)) for column in columns]
             for sums in totals:
-                v.empty(sums)
+                v.empty(v.reals, sums)
             with cgutils.for_range(builder, builder.sdiv(size, number(8))) as part_of:
                 place = v.times(part_of.index, 32)
-                numbers = [v.load(v.kind, query, v.times(apart, q), place) for q in range(queries)]
+                numbers = [v.load(v.reals, query, v.times(apart, q), place) for q in range(queries)]
                 for c in range(COLUMNS):
-                    key = v.load(v.kind, columns[c], place)
+                    key = v.load(v.reals, columns[c], place)
                     for q in range(queries):
                         v.add_product(numbers[q], key, totals[q][c])
             for q in range(queries):
@@ -729,14 +722,14 @@ def mix_of(queries):
     def generate(context, builder, signature, arguments):
         weight, across, values, seen, count, size, out, apart = arguments
         v, number, halves = Vectors(builder), ir.IntType(64), range(NUMBERS // 8)
-        totals = [v.sums(len(halves)) for _ in range(queries)]
+        totals = [v.sums(v.reals, len(halves)) for _ in range(queries)]
         with cgutils.for_range(builder, builder.sdiv(size, number(NUMBERS))) as part_of:
             place = v.times(part_of.index, 4 * NUMBERS)
             for sums in totals:
-                v.empty(sums)
+                v.empty(v.reals, sums)
             with cgutils.for_range(builder, count) as loop:
-                column = v.at(values, v.times(v.times(v.column(seen, loop.index), size), 4), place)
-                numbers = [v.load(v.kind, column, 32 * e) for e in halves]
+                column = v.at(values, v.times(v.times(column_of(v, seen, loop.index), size), 4), place)
+                numbers = [v.load(v.reals, column, 32 * e) for e in halves]
                 for q in range(queries):
                     share = v.for_all(v.load(v.real, weight, v.times(across, q), v.times(loop.index, 4)))
                     for e in halves:
