@@ -310,14 +310,12 @@ class Int8DraftPass:
     def __init__(self, head: EagleHead, module: int = 0):
         _, enter, layer = head.stage(module)
         norms = [norm for norm in (*enter.norms, head.leave) if isinstance(norm, nn.RMSNorm)]
-        told = [engine.weight_and_bias(norm) for norm in norms]
-        nothing = np.empty((0, 2, head.config["hidden"]), np.float32)
-        into, out = told[: len(enter.norms)], told[len(enter.norms) :]
+        told = np.array([engine.weight_and_bias(norm) for norm in norms], np.float32)
+        told = told.reshape(len(norms), 2, head.config["hidden"])
         self.turns, self.out = engine.half_tables(head.cos, head.sin), head.out.out_features
         self.head = engine.kernels.Draft(
-            head.embedding.numpy(), head.codes.contiguous().numpy(), np.stack(into) if into else nothing,
-            enter.fc.weights, engine.int8_layers([layer]), np.stack(out) if out else nothing, head.out.weights,
-            norms[0].eps if norms else 0.0)
+            head.embedding.numpy(), head.codes.contiguous().numpy(), told[: len(enter.norms)], enter.fc.weights,
+            engine.int8_layers([layer]), told[len(enter.norms) :], head.out.weights, norms[0].eps if norms else 0.0)
 
     def __call__(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, mask: Tensor, first: int,
                  last: int, keep: int) -> tuple[Tensor, Tensor]:

@@ -320,8 +320,7 @@ class LeanForward(nn.Module):
         for part in ids.split([SLICE] * full + [ids.shape[0] - SLICE * full]):
             n = part.shape[0]
             tree = parents if start + n == end else ()
-            mask = None if n == 1 else tree_mask(start, n, tree, self.stack.cos) if self.stack.masks_all else (
-                own_mask(n, tree, self.stack.cos))
+            mask = None if n == 1 else self.stack.mask(start, n, tree)
             positions = tree_positions(start, n, tree, ids.device) if tree else None
             how = part, kv.buffer, None, positions, start, start + n, mask
             wanted = min(n, start + n - (end - keep))
@@ -422,8 +421,6 @@ class Stack(nn.Module):
     blocks: LlamaBlocks or NeoXBlocks. rotary: the model's rotary embedding.
     """
 
-    masks_all = True  # whether a mask is of all columns, or of the new rows' own alone
-
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__()
         self.embedding, self.head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings()
@@ -436,6 +433,10 @@ class Stack(nn.Module):
         scale = rotary.attention_scaling
         self.cos = torch.cat((angles.cos(), angles.cos()), -1).mul(scale).to(model.dtype).view(shape)
         self.sin = torch.cat((-angles.sin(), angles.sin()), -1).mul(scale).to(model.dtype).view(shape)
+
+    def mask(self, start: int, n: int, parents: tuple[int, ...]) -> Tensor:
+        """What `forward` is to be given for n tokens behind `start`, the last of them the nodes of a tree."""
+        return tree_mask(start, n, parents, self.cos)
 
     def forward(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], positions: Optional[Tensor], start: int,
                 width: int, mask: Optional[Tensor], keep: int) -> tuple[Tensor, Tensor]:
@@ -594,8 +595,6 @@ class Int8Stack(Stack):
     on how many rows there are. One other last bit can tip a rounding to 8 bits, and the layers behind would make other
     logits of it.)"""
 
-    masks_all = False
-
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__(model, rotary, blocks, norm)
         gated = model.config.model_type == "llama"
@@ -612,6 +611,10 @@ class Int8Stack(Stack):
 
     def hidden(self, *how) -> Tensor:
         return self(*how, 0)[1]
+
+    def mask(self, start: int, n: int, parents: tuple[int, ...]) -> Tensor:
+        """[n, n]: all see the columns before."""
+        return own_mask(n, parents, self.cos)
 
     def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Logits [B, V] and hidden [B, d] of the next tokens ids [B] of B sequences of `start` tokens each: one product

@@ -688,16 +688,16 @@ def dots_of(queries):
 
     def generate(context, builder, signature, arguments):
         query, apart, keys, seen, count, size, score, across = arguments
-        v, number = Vectors(builder), ir.IntType(64)
+        v = Vectors(builder)
         totals = [v.sums(v.reals, COLUMNS) for _ in range(queries)]
-        steps = builder.sdiv(builder.add(count, number(COLUMNS - 1)), number(COLUMNS))
+        steps = builder.sdiv(v.at(count, COLUMNS - 1), v.number(COLUMNS))
         with cgutils.for_range(builder, steps) as loop:
             first = v.times(loop.index, COLUMNS)
             columns = [column_of(v, seen, v.at(first, c)) for c in range(COLUMNS)]
             columns = [v.at(keys, v.times(v.times(column, size), 4)) for column in columns]
             for sums in totals:
                 v.empty(v.reals, sums)
-            with cgutils.for_range(builder, builder.sdiv(size, number(8))) as part_of:
+            with cgutils.for_range(builder, builder.sdiv(size, v.number(8))) as part_of:
                 place = v.times(part_of.index, 32)
                 numbers = [v.load(v.reals, query, v.times(apart, q), place) for q in range(queries)]
                 for c in range(COLUMNS):
@@ -721,9 +721,9 @@ def mix_of(queries):
 
     def generate(context, builder, signature, arguments):
         weight, across, values, seen, count, size, out, apart = arguments
-        v, number, halves = Vectors(builder), ir.IntType(64), range(NUMBERS // 8)
+        v, halves = Vectors(builder), range(NUMBERS // 8)
         totals = [v.sums(v.reals, len(halves)) for _ in range(queries)]
-        with cgutils.for_range(builder, builder.sdiv(size, number(NUMBERS))) as part_of:
+        with cgutils.for_range(builder, builder.sdiv(size, v.number(NUMBERS))) as part_of:
             place = v.times(part_of.index, 4 * NUMBERS)
             for sums in totals:
                 v.empty(v.reals, sums)
@@ -789,8 +789,7 @@ def all_layers(x, extra, layers, kv, cos, sin, start, among, team):
     qkv, o, up, down = layers.qkv, layers.o, layers.up, layers.down
     states, attended = np.empty((n, qkv.bias.shape[1]), f32), np.empty((n, o.shrink.shape[1]), f32)
     inner, more, scale = np.empty((n, up.bias.shape[1]), f32), np.empty((2, n, d), f32), np.empty(n, f32)
-    for_qkv, for_o, for_up, for_down = (
-        room_for(qkv, n), room_for(o, n), room_for(up, n), room_for(down, n))
+    for_qkv, for_o, for_up, for_down = room_for(qkv, n), room_for(o, n), room_for(up, n), room_for(down, n)
     nothing = np.empty((n, 0), f32)
     for layer in range(kv.shape[0]):
         levelled_norm(x, layers.norm1[layer], layers.eps[layer, 0], layers.centred, extra, qkv.shrink[layer], for_qkv,
