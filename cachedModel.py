@@ -8,6 +8,7 @@ A tree of tokens goes through in one pass too (forward_tree): its nodes' columns
 keep_path then leaves those of one path, as if it had been fed as a chain.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from engine import SLICE, StaticKV, ancestry, tree_mask, tree_positions
+from engine import SLICE, StaticKV, levels, tree_mask, tree_positions
 from utils import Laws, SamplingParams, check_laws, fit_width
 
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
@@ -74,6 +75,20 @@ class RollbackLayer(DynamicLayer):
         """Keep only these rows of a batch."""
         self.key_buffer, self.value_buffer = self.key_buffer[indices], self.value_buffer[indices]
         self.crop_to(self.length)
+
+
+def inferring(method):
+    """torch.inference_mode for a method that decoders call round by round, who are in it already: to enter it again
+    takes as long as an operation on tensors."""
+
+    @functools.wraps(method)
+    def inner(*args, **how):
+        if torch.is_inference_mode_enabled():
+            return method(*args, **how)
+        with torch.inference_mode():
+            return method(*args, **how)
+
+    return inner
 
 
 def empty_cache() -> Cache:
@@ -167,7 +182,7 @@ class CachedModel:
                              "on these would need")
         self._matched = True
 
-    @torch.inference_mode()
+    @inferring
     def project(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, d], by the model's own output matrix on its engine."""
         return self.model.get_output_embeddings()(hidden)
@@ -206,11 +221,11 @@ class CachedModel:
                 self.forward(ids[:-1])
         return self._feed(torch.cat((ids.to(self.device), tokens.to(self.device))), m + 1, parents)
 
-    @torch.inference_mode()
+    @inferring
     def _feed(self, ids: LongTensor, keep: int, parents: tuple[int, ...]) -> Tensor:
         """`forward` for a sequence whose last len(parents) tokens are the nodes of a tree."""
         end = ids.shape[0]
-        n = end - len(parents) + (1 + int(ancestry(parents)[1].max()) if parents else 0)  # positions
+        n = end - len(parents) + levels(parents)  # positions
         if self.context_length is not None and n > self.context_length:
             raise ValueError(f"{self.name}: {n} tokens do not fit its context of {self.context_length}")
         self.rollback(min(end - keep, self._chain))
@@ -271,13 +286,13 @@ class CachedModel:
         return dict(position_ids=positions[None],
                     attention_mask=masks if len(masks) > 1 else next(iter(masks.values())))
 
-    @torch.inference_mode()
+    @inferring
     def laws_tree(self, ids: LongTensor, tokens: LongTensor, parents: Sequence[int], params: SamplingParams,
                   width: int | None = None) -> Laws:
         """The laws of forward_tree's rows, as `laws` gives them."""
         return params.laws(fit_width(self.forward_tree(ids, tokens, parents), width or self.vocab_size))
 
-    @torch.inference_mode()
+    @inferring
     def keep_path(self, n: int, path: Sequence[int]) -> None:
         """After forward_tree: keep the first n tokens and, behind them, the nodes of `path` (indices from the root
         down), as if these had been fed as a chain; the rest of the tree is forgotten. Raises ValueError for a path
@@ -301,13 +316,13 @@ class CachedModel:
             return [self.kv.buffer, *features]
         return [buffer for layer in self.cache.layers for buffer in (layer.key_buffer, layer.value_buffer)] + features
 
-    @torch.inference_mode()
+    @inferring
     def laws(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Laws:
         """What `law` gives, in the form that costs least, and without waiting for the device: the caller has to see
         that all rows are lawful before a token drawn from them is emitted."""
         return params.laws(fit_width(self.forward(ids, keep), width or self.vocab_size))
 
-    @torch.inference_mode()
+    @inferring
     def law(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Tensor:
         """The laws after the last `keep` tokens of `ids`, as tokens are drawn from them: [keep, V] float32.
 

@@ -21,7 +21,7 @@ from heads import Head, HeadDrafter, law_loss
 from medusa import parents_of
 from specSampling import MeasuredSpeed
 from treeSampling import Tree
-from utils import largest
+from utils import Spread, Weights, likeliest
 
 # RoPE so slow that half of each attention head can match content (see plant), and the strengths of the planted start.
 ROPE_THETA, SLOW = 1e8, 1e-3
@@ -383,11 +383,10 @@ class EagleDrafter(HeadDrafter):
 
     def begin(self, target, params, generator):
         super().begin(target, params, generator)
-        layer = self.head.layer
+        layer, self.column = self.head.layer, self.head.column
         self.kv = StaticKV(self.head.stages, layer.heads, layer.head_dim, self.head.cos, None)
         self.length = 0  # pairs (feature i, token i + 1) whose columns hold what the target made of them
         self.accepted = self.expected = 2.0
-        self.apart = torch.full((self.beam,) * 2, float("-inf"), device=self.device).fill_diagonal_(0)
 
     @property
     def trust(self) -> float:
@@ -434,19 +433,18 @@ class EagleDrafter(HeadDrafter):
     def grow(self, ids, depth):
         tree, base = self.growth(self), ids.shape[0] - 1
         f, logits = self.refill(ids)
-        mask = f.new_empty(1, 0)  # of the nodes to expand: which nodes they see; all see the text
-        parents, before = [-1], ids[-1:]
+        sees, parents, before = [[]], [-1], ids[-1:]  # of those expanded: which of the nodes; all see the text
         for level in range(1, depth + 1):
             tree.add(self.children(logits, tree), parents)
             chosen = tree.promising(level) if level < depth else []
             if not chosen:
                 break
-            above, tokens = torch.tensor([[parents.index(tree.parents[i]) for i in chosen],
-                                          [tree.tokens[i] for i in chosen]], device=ids.device)
-            parents, n = chosen, len(chosen)
-            mask = torch.cat((mask[above], self.apart[:n, :n]), -1)
+            rows = [parents.index(tree.parents[i]) for i in chosen]
+            above, tokens = torch.tensor([rows, [tree.tokens[i] for i in chosen]], device=ids.device)
+            sees = [[*sees[row], *itself] for row, itself in zip(rows, apart(len(chosen)))]
+            mask = torch.tensor(sees, dtype=f.dtype, device=f.device)
             f, logits = self.expand(level, tokens, before[above], f[above], mask, base)
-            before = tokens
+            parents, before = chosen, tokens
         chosen = tree.best()
         self.promised = sum(tree.chance[i] for i in chosen)
         return tree.of(chosen) if chosen else self.proposal(ids[ids.shape[0] :], [])
@@ -457,23 +455,20 @@ class EagleDrafter(HeadDrafter):
         return self.drawn(logits, tree) if self.params.temperature > 0 else self.likeliest(logits)
 
     def likeliest(self, logits: Tensor) -> list[list[tuple[float, int]]]:
-        p, columns = largest(logits.softmax(dim=-1), self.branch)
-        told, k = torch.cat((p, columns), -1).tolist(), self.branch  # a float32 holds any column
-        return [[(p, self.ids[int(column)]) for p, column in zip(row[:k], row[k:])] for row in told]
+        k = self.branch
+        return [[(p, self.ids[int(column)]) for p, column in zip(row[:k], row[k:])] for row in likeliest(logits, k)]
 
     def drawn(self, logits: Tensor, tree: "Growth") -> list[list[tuple[float, int]]]:
         """Drawn without replacement: drawn from q again and again, repetitions left out. A q that puts nearly all on
         few tokens may have fewer children than others: whether there is another one does not tell which it is."""
-        q, k = self.params.laws(logits).weights, self.branch
-        sums = q.cumsum(dim=-1, dtype=torch.float64)
-        u = torch.rand((len(q), TRIES), dtype=torch.float64, device=q.device, generator=self.generator)
-        columns = torch.searchsorted(sums, u.mul_(sums[:, -1:]), right=True).clamp_(max=q.shape[1] - 1)
+        q, k = self.params.laws(logits), self.branch
+        u = torch.rand((len(logits), TRIES), dtype=torch.float64, device=logits.device, generator=self.generator)
         tree.q.append(q)
         rows = []
-        for told in torch.cat((columns, q.square().sum(-1, keepdim=True)), -1).tolist():
+        for told in q.sample_many(u):
             sound = told[-1] < math.inf  # where the head's law is NaN it has no children
             ids = [self.ids[int(column)] for column in dict.fromkeys(told[:-1])][:k] if sound else []
-            a, left, row = min(FIRST + PEAKED * told[-1] ** 0.5, 1.0), 1.0, []
+            a, left, row = min(FIRST + PEAKED * told[-1], 1.0), 1.0, []
             for j, x in enumerate(ids):
                 chance = left * a * LATER[min(j, len(LATER) - 1)]
                 left -= chance
@@ -482,9 +477,14 @@ class EagleDrafter(HeadDrafter):
         return rows
 
 
+def apart(n: int) -> list[list[float]]:
+    """A mask of n nodes of which each sees itself alone."""
+    return [[0.0 if i == j else -math.inf for j in range(n)] for i in range(n)]
+
+
 class Growth:
     """The candidates of a tree: tokens, parents, the chance that each is accepted, and the rows of the laws that they
-    were drawn from (q: one tensor [n, C] a level), if they were."""
+    were drawn from (q: n laws over C columns a level), if they were."""
 
     def __init__(self, drafter: EagleDrafter):
         self.drafter, self.measured = drafter, drafter.measured
@@ -554,9 +554,9 @@ class Growth:
         if not self.q:
             return Tree(tokens, parents, None, "top-k")
         used = sorted({self.rows[i] for i in chosen})
-        q = torch.cat(self.q)[used]
-        wide = q.new_zeros(len(used), self.drafter.width).index_copy_(1, head.ids, q)
-        return Tree(tokens, parents, wide, "without-replacement", [used.index(self.rows[i]) for i in chosen])
+        q = self.q[0] if len(self.q) == 1 else Weights.joined(self.q)
+        q = Spread(q if len(used) == self.expanded else q[used], head.ids, self.drafter.column, self.drafter.width)
+        return Tree(tokens, parents, q, "without-replacement", [used.index(self.rows[i]) for i in chosen])
 
 
 class FixedGrowth(Growth):

@@ -313,30 +313,27 @@ class LeanForward(nn.Module):
 
     def forward(self, ids: LongTensor, kv: StaticKV, start: int, keep: int, parents: tuple[int, ...] = ()
                 ) -> tuple[Tensor | None, Tensor]:
-        end = start + ids.shape[0]
-        kv.reserve(end)
-        full = (ids.shape[0] - len(parents) - 1) // SLICE  # slices; the last one takes the tree along
-        logits, hidden = [], []
-        for part in ids.split([SLICE] * full + [ids.shape[0] - SLICE * full]):
-            n = part.shape[0]
-            tree = parents if start + n == end else ()
-            mask = None if n == 1 else self.stack.mask(start, n, tree)
-            positions = tree_positions(start, n, tree, ids.device) if tree else None
-            how = part, kv.buffer, None, positions, start, start + n, mask
-            wanted = min(n, start + n - (end - keep))
-            with as_it_is(self.run):
-                if wanted > 0:
-                    of_part, rows = self.run(*how, wanted)
-                    logits.append(of_part)
-                else:
-                    rows = self.run.hidden(*how)
+        n, logits, hidden = ids.shape[0], [], []
+        kv.reserve(start + n)
+        full = (n - len(parents) - 1) // SLICE  # slices; the last one takes the tree along
+        if full <= 0:
+            return self.part(ids, kv, start, keep, parents)
+        for part in ids.split([SLICE] * full + [n - SLICE * full]):
+            m = part.shape[0]
+            n -= m
+            of_part, rows = self.part(part, kv, start, min(m, keep - n), () if n else parents)
+            logits += [] if of_part is None else [of_part]
             hidden.append(rows)
-            start += n
-        return (joined(logits) if keep else None), joined(hidden)
+            start += m
+        return (torch.cat(logits) if logits else None), torch.cat(hidden)
 
-
-def joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def part(self, ids, kv, start, keep, parents) -> tuple[Tensor | None, Tensor]:
+        """The same for no more tokens than go through the layers together; keep may be below 0."""
+        n = ids.shape[0]
+        mask = None if n == 1 else self.stack.mask(start, n, parents)
+        how = ids, kv.buffer, None, self.stack.positions(start, n, parents), start, start + n, mask
+        with as_it_is(self.run):
+            return self.run(*how, keep) if keep > 0 else (None, self.run.hidden(*how))
 
 
 def without_python(stack: "Stack") -> nn.Module:
@@ -351,11 +348,12 @@ def without_python(stack: "Stack") -> nn.Module:
             return stack
 
 
+AS_EVER = contextlib.nullcontext()
+
+
 def as_it_is(run):
     """Inside, TorchScript looks for nothing to fuse in `run`, where that is some: it would take seconds a shape."""
-    if isinstance(run, torch.jit.ScriptModule):
-        return torch.jit.optimized_execution(False)
-    return contextlib.nullcontext()
+    return torch.jit.optimized_execution(False) if isinstance(run, torch.jit.ScriptModule) else AS_EVER
 
 
 def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
@@ -364,12 +362,13 @@ def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
     return F.pad(mask, (start, 0))
 
 
+TREES = 1024  # shapes of trees of which is kept what follows from them: most of them come again
 # A tree of m tokens behind a sequence is told by `parents`: of each node the index of its parent, which stands before
 # it, or -1 for a child of the sequence's last token (Miao et al. 2024, arXiv:2305.09781, section 4.2: one pass over
 # all branches, each token with the mask and the position that it has in its own branch).
 
 
-@functools.lru_cache(maxsize=16)  # a fixed tree is the same each round
+@functools.lru_cache(maxsize=TREES)
 def ancestry(parents: tuple[int, ...]) -> tuple[Tensor, LongTensor]:
     """Whether node i sees node j, that is, j is i or an ancestor of it: [m, m] bool; and the nodes' depths [m], 0 for
     children of the root. Raises ValueError if a parent does not stand before its child."""
@@ -391,6 +390,12 @@ def tree_mask(start: int, n: int, parents: tuple[int, ...], like: Tensor) -> Ten
     return mask
 
 
+@functools.lru_cache(maxsize=TREES)
+def levels(parents: tuple[int, ...]) -> int:
+    """How many positions the nodes of a tree take."""
+    return 1 + int(ancestry(parents)[1].max()) if parents else 0
+
+
 FEW_TOKENS = 64
 
 
@@ -401,7 +406,7 @@ def own_mask(n: int, parents: tuple[int, ...], like: Tensor) -> Tensor:
     return kept_mask(n, parents, like.dtype, like.device)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=TREES)
 def kept_mask(n: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return tree_mask(0, n, parents, torch.empty(0, dtype=dtype, device=device))
 
@@ -437,6 +442,10 @@ class Stack(nn.Module):
     def mask(self, start: int, n: int, parents: tuple[int, ...]) -> Tensor:
         """What `forward` is to be given for n tokens behind `start`, the last of them the nodes of a tree."""
         return tree_mask(start, n, parents, self.cos)
+
+    def positions(self, start: int, n: int, parents: tuple[int, ...]) -> LongTensor | None:
+        """Likewise; None: one after another."""
+        return tree_positions(start, n, parents, self.cos.device) if parents else None
 
     def forward(self, ids: Tensor, kv: Tensor, at: Optional[Tensor], positions: Optional[Tensor], start: int,
                 width: int, mask: Optional[Tensor], keep: int) -> tuple[Tensor, Tensor]:
@@ -604,10 +613,9 @@ class Int8Stack(Stack):
                                   self.head.weights if whole else kernels.nothing(len(norm.weight)))
         self.turns, self.columns = half_tables(self.cos, self.sin), self.head.out_features if whole else 0
 
-    def forward(self, ids: Tensor, kv: Tensor, at: None, positions: Tensor | None, start: int, width: int,
+    def forward(self, ids: Tensor, kv: Tensor, at: None, positions: slice | np.ndarray, start: int, width: int,
                 mask: Tensor | None, keep: int) -> tuple[Tensor, Tensor]:
-        where = slice(start, start + ids.shape[0]) if positions is None else positions.numpy()
-        return self.through(ids, kv[:, None], where, start, ONE_TOKEN if mask is None else mask.numpy(), keep)
+        return self.through(ids, kv[:, None], positions, start, ONE_TOKEN if mask is None else mask.numpy(), keep)
 
     def hidden(self, *how) -> Tensor:
         return self(*how, 0)[1]
@@ -615,6 +623,9 @@ class Int8Stack(Stack):
     def mask(self, start: int, n: int, parents: tuple[int, ...]) -> Tensor:
         """[n, n]: all see the columns before."""
         return own_mask(n, parents, self.cos)
+
+    def positions(self, start: int, n: int, parents: tuple[int, ...]) -> slice | np.ndarray:
+        return start + positions_behind(n, parents) if parents else slice(start, start + n)
 
     def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Logits [B, V] and hidden [B, d] of the next tokens ids [B] of B sequences of `start` tokens each: one product
@@ -631,6 +642,12 @@ class Int8Stack(Stack):
         kernels.through(tokens, self.told, kv.numpy(), cos, sin, start, among, int8_team(), hidden.numpy(),
                         logits.numpy())
         return logits if self.columns else self.head(hidden[len(ids) - keep :]), hidden
+
+
+@functools.lru_cache(maxsize=TREES)
+def positions_behind(n: int, parents: tuple[int, ...]) -> np.ndarray:
+    """tree_positions from 0 on."""
+    return tree_positions(0, n, parents, "cpu").numpy()
 
 
 ONE_TOKEN = np.zeros((1, 1), np.float32)  # which sees itself

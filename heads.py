@@ -72,8 +72,8 @@ class Head(nn.Module):
     @property
     def column(self) -> LongTensor:
         """[V], of each token its column in the head's logits, or -1."""
-        column = torch.full((self.config["vocab"],), -1)
-        column[self.ids] = torch.arange(len(self.ids))
+        column = torch.full((self.config["vocab"],), -1, device=self.ids.device)
+        column[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         return column
 
     def bound(self) -> None:

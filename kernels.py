@@ -1,5 +1,5 @@
-"""The pass of the engine int8, as loops that numba compiles: the products in 8 bits, what stands between them, and all
-layers one after another in one call.
+"""Loops that numba compiles: the pass of the engine int8, which is its products in 8 bits, what stands between them, and
+all layers one after another in one call; and what utils.py does with laws over many ids on a CPU.
 
 A step of a small model is a few matrix products and, in torch, a thousand small operations between them, each with a
 call and a pass over memory of its own: half of the time. Here they are a few functions. Each works row by row, and what
@@ -898,3 +898,209 @@ def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
         for i in range(keep):
             norm(left[i], head.leave[0, 0], head.leave[0, 1], f32(head.eps), False, left[i])
     levelled_product(left, head.out, team, logits)
+
+
+# ------------------------------------------------------------------------------------------------ laws
+# What utils.py does on a CPU with rows of many ids, in blocks of `block` of them; what is meant stands there. Behind a
+# pass, which has emptied the caches of all that Python and torch do, an operation of torch takes 20 to 40 microseconds,
+# and each of these functions is many. To take an array apart costs numba as much: they are told n, width and
+# addresses, of C-contiguous arrays, float32 where nothing else is said.
+
+LOWEST = np.int32(-(2**31))
+
+
+@part
+def reals(address, n, width):
+    return carray(pointer(address, f32(0)), (n, width))
+
+
+@part
+def doubles(address, n, width):
+    return carray(pointer(address, 0.0), (n, width))
+
+
+@part
+def wholes(address, n):
+    return carray(pointer(address, np.int64(0)), n)
+
+
+@part
+def in_order(x):
+    """A whole number of 32 bits for a float32, in the order of the numbers: 0 for -0 too. Those of NaN are above that
+    of infinity or below that of -infinity. LLVM makes vectors of them, and none of floats in search of the largest."""
+    bits = as_bits(x)
+    return np.int32(bits if bits >= np.int32(0) else LOWEST - bits)
+
+
+@part
+def number_of(order):
+    """The float32 that in_order takes to this number."""
+    return as_float(np.int32(order if order >= np.int32(0) else LOWEST - order))
+
+
+@part
+def largest_in(row):
+    most = LOWEST
+    for j in range(len(row)):
+        most = max(most, in_order(row[j]))
+    return most
+
+
+@compiled
+def greedy(logits, n, width, block, ids, sound):
+    """ids [n] int64 of the largest of logits [n, width], the lowest among equals; sound [n] bool: whether a row has no
+    NaN, and more than -inf."""
+    logits, ids, sound = reals(logits, n, width), wholes(ids, n), carray(pointer(sound, np.bool_(0)), n)
+    for i in range(n):
+        row, most, at, beyond = logits[i], LOWEST, 0, np.int32(0)
+        for first in range(0, width, block):
+            numbers, of_block = row[first : first + block], LOWEST
+            for j in range(len(numbers)):
+                of_block = max(of_block, in_order(numbers[j]))
+                beyond = max(beyond, as_bits(numbers[j]) & ALL_BUT_SIGN)
+            if of_block > most:
+                most, at = of_block, first
+        while in_order(row[at]) != most:
+            at += 1
+        ids[i], sound[i] = at, beyond <= INFINITE and row[at] > f32(-np.inf)
+
+
+@compiled
+def weigh(logits, n, width, block, by, sums):
+    """logits [n, width] become weights, exp(by (logit - the largest)), 0 below 2^-126; sums [n, width / block] float64
+    those of the blocks up to each one. NaN where a row has any, or nothing but -inf."""
+    blocks, most = (width - 1) // block + 1, f32(np.finfo(f32).max)
+    logits, sums, by = reals(logits, n, width), doubles(sums, n, blocks), f32(by)
+    for i in range(n):
+        row, total = logits[i], 0.0
+        largest = number_of(largest_in(row))
+        largest = most if largest > most else largest
+        for b in range(blocks):
+            numbers, of_block = row[b * block : (b + 1) * block], f32(0)
+            for j in range(len(numbers)):
+                x = numbers[j]
+                x = ((most if x > most else x) - largest) * by
+                x = f32(0) if x < f32(-87) else exp(x)
+                numbers[j] = x
+                of_block += x
+            total += of_block
+            sums[i, b] = total
+
+
+@compiled
+def add_up(weights, n, width, block, sums):
+    """sums [n, width / block] float64 of weights [n, width], as `weigh` has them."""
+    blocks = (width - 1) // block + 1
+    weights, sums = reals(weights, n, width), doubles(sums, n, blocks)
+    for i in range(n):
+        total = 0.0
+        for b in range(blocks):
+            numbers, of_block = weights[i, b * block : (b + 1) * block], f32(0)
+            for j in range(len(numbers)):
+                of_block += numbers[j]
+            total += of_block
+            sums[i, b] = total
+
+
+@compiled
+def probabilities(weights, n, width, block, sums, rows, ids, m, p):
+    """p [m] float64: what these rows [m] int64 of weights [n, width] with `sums` give ids [m] int64; -1 is the last id,
+    as in torch. Raises IndexError for others that are none."""
+    blocks = (width - 1) // block + 1
+    weights, sums, rows, ids = reals(weights, n, width), doubles(sums, n, blocks), wholes(rows, m), wholes(ids, m)
+    p = doubles(p, 1, m)[0]
+    for i in range(m):
+        if not (0 <= rows[i] < n and -1 <= ids[i] < width):
+            raise IndexError("a token id is outside the law")
+        p[i] = weights[rows[i], ids[i]] / sums[rows[i], blocks - 1]
+
+
+@part
+def place_in(row, sums, block, u, v):
+    """The id that u in [0, 1) stands for, in a row of weights with these sums: the first block whose cumulative weight
+    exceeds u, and in it the first id, of some weight, whose cumulative weight exceeds v in [0, 1), in float64. v < 0: how
+    far u is between the block and the one before."""
+    goal, b, last = sums[-1] * u, 0, len(sums) - 1
+    while b < last and not sums[b] > goal:
+        b += 1
+    if v < 0:
+        before = sums[b - 1] if b else 0.0
+        v = (goal - before) / (sums[b] - before)
+    first, end = b * block, min((b + 1) * block, len(row))
+    goal, total, place = 0.0, 0.0, first
+    for j in range(first, end):
+        goal += np.float64(row[j])
+    goal *= v
+    for j in range(first, end):
+        if row[j] > 0:
+            place, total = j, total + np.float64(row[j])
+            if total > goal:
+                break
+    return place
+
+
+@compiled
+def draw(weights, n, width, block, sums, u, ids):
+    """An id of each row: ids [n] int64 of weights [n, width] with `sums`, for u [2, n] float64, told as u and v to
+    place_in."""
+    weights, sums = reals(weights, n, width), doubles(sums, n, (width - 1) // block + 1)
+    u, ids = doubles(u, 2, n), wholes(ids, n)
+    for i in range(n):
+        ids[i] = place_in(weights[i], sums[i], block, u[0, i], u[1, i])
+
+
+@compiled
+def draw_many(weights, n, width, block, sums, u, k, told):
+    """told [n, k + 1] float64: k ids of each row for u [n, k] float64, and the root of the sum of the squares of the
+    row's probabilities."""
+    weights, sums = reals(weights, n, width), doubles(sums, n, (width - 1) // block + 1)
+    u, told = doubles(u, n, k), doubles(told, n, k + 1)
+    for i in range(n):
+        row, squares = weights[i], f32(0)
+        for j in range(width):
+            squares += row[j] * row[j]
+        told[i, k] = np.sqrt(squares) / sums[i, -1]
+        for r in range(k):
+            told[i, r] = place_in(row, sums[i], block, u[i, r], -1.0)
+
+
+@compiled
+def excess(p, q, n, width, rest):
+    """rest [n, width] = norm(max(p - q, 0)), row by row; p where q covers it."""
+    p, q, rest = reals(p, n, width), reals(q, n, width), reals(rest, n, width)
+    for i in range(n):
+        sum_of_rest = 0.0
+        for j in range(width):
+            more = p[i, j] - q[i, j]
+            more = f32(0) if more < f32(0) else more
+            rest[i, j] = more
+            sum_of_rest += np.float64(more)
+        total = f32(sum_of_rest)
+        for j in range(width):
+            rest[i, j] = p[i, j] if total == f32(0) else rest[i, j] / total
+
+
+@compiled
+def likeliest(logits, n, width, block, k, told):
+    """told [n, 2 k] float64: of each row of logits [n, width] the k greatest probabilities in falling order, and their
+    ids."""
+    logits, told = reals(logits, n, width), doubles(told, n, 2 * k)
+    keys = np.empty(k, np.int32)
+    for i in range(n):
+        row, total = logits[i], f32(0)
+        largest = number_of(largest_in(row))
+        for j in range(width):
+            total += exp(row[j] - largest)
+        keys[:], told[i, k:] = LOWEST, 0
+        for first in range(0, width, block):
+            of_block = row[first : first + block]
+            if largest_in(of_block) > keys[k - 1]:
+                for j in range(len(of_block)):
+                    key, at = in_order(of_block[j]), k - 1
+                    if key > keys[at]:
+                        while at and key > keys[at - 1]:
+                            keys[at], told[i, k + at] = keys[at - 1], told[i, k + at - 1]
+                            at -= 1
+                        keys[at], told[i, k + at] = key, first + j
+        for r in range(k):
+            told[i, r] = exp(number_of(keys[r]) - largest) / total

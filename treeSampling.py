@@ -337,7 +337,7 @@ class TreeDrafter(ModelDrafter):
         k = min(k, logits.shape[1])
         if self.taken == "top-k":
             values, ids = largest(logits, k)
-            return ids, OneHot(ids[:, 0], self.width, values[:, 0])
+            return ids, OneHot(ids[:, 0], self.width, values[:, 0] > float("-inf"))
         q = left = self.params.laws(logits)
         new = [sample(left, self.generator)]
         while len(new) < k:

@@ -2,7 +2,8 @@
 
 Pure functions on tensors: no model, no clock, no file. The letters are those of Leviathan et al. 2023
 (Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192): p is the target's law,
-q the draft's.
+q the draft's. On a CPU, and where numba is at hand, what takes the time is done by loops of kernels.py (see in_loops):
+the same in fewer steps.
 """
 
 from collections.abc import Iterable
@@ -10,9 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import LongTensor, Tensor
 
+try:
+    import kernels
+except ImportError:  # without numba torch does all of it
+    kernels = None
 
 HEAD = 1024  # logits that top-p looks at before it looks at all
 FEW = 2**16  # logits that topk is as quick with as `largest`
@@ -62,7 +68,7 @@ class SamplingParams:
         Nothing waits for the device (but top-p without top-k, once), so nothing is raised: see their `lawful`."""
         if self.temperature == 0:
             return greedy_laws(logits)
-        return softened(logits.float().clamp_(max=FINITE), self.temperature, self.top_k, self.top_p)
+        return softened(logits.float(), self.temperature, self.top_k, self.top_p)
 
     def generator(self, device) -> torch.Generator:
         """A generator of its own for one call, so that the global random state is never touched."""
@@ -78,21 +84,21 @@ class OneHot:
     """n laws that leave nothing to chance: row i gives ids[i] all of the probability. It is what greedy decoding and
     prompt lookup have: [n] ids instead of [n, V] numbers nearly all 0.
 
-    logits: [n] those of the ids; NaN or -inf where a row is no law. None: all are.
+    sound: [n] bool, whether a row is a law. None: all are.
     """
 
-    def __init__(self, ids: LongTensor, width: int, logits: Tensor | None = None):
-        self.ids, self.shape, self.logits = ids, (ids.shape[0], width), logits
+    def __init__(self, ids: LongTensor, width: int, sound: Tensor | None = None):
+        self.ids, self.shape, self.sound = ids, (ids.shape[0], width), sound
 
     def __getitem__(self, rows: slice) -> "OneHot":
-        return OneHot(self.ids[rows], self.shape[1], None if self.logits is None else self.logits[rows])
+        return OneHot(self.ids[rows], self.shape[1], None if self.sound is None else self.sound[rows])
 
     def to(self, device) -> "OneHot":
-        return OneHot(self.ids.to(device), self.shape[1], None if self.logits is None else self.logits.to(device))
+        return OneHot(self.ids.to(device), self.shape[1], None if self.sound is None else self.sound.to(device))
 
     def widened(self, width: int) -> "OneHot":
         """The same laws over at least as many ids."""
-        return OneHot(self.ids, width, self.logits)
+        return OneHot(self.ids, width, self.sound)
 
     def dense(self) -> Tensor:
         """[n, V] float32 probabilities."""
@@ -108,15 +114,15 @@ class OneHot:
 
     def lawful(self) -> Tensor:
         """Of each row, whether it is a law: [n] bool, on the device."""
-        return torch.ones_like(self.ids, dtype=torch.bool) if self.logits is None else self.logits > float("-inf")
+        return torch.ones_like(self.ids, dtype=torch.bool) if self.sound is None else self.sound
 
     def sample(self, generator=None) -> LongTensor:
         return self.ids
 
     @staticmethod
     def joined(laws: list["OneHot"]) -> "OneHot":
-        logits = None if laws[0].logits is None else torch.cat([law.logits for law in laws])
-        return OneHot(torch.cat([law.ids for law in laws]), laws[0].shape[1], logits)
+        sound = None if laws[0].sound is None else torch.cat([law.sound for law in laws])
+        return OneHot(torch.cat([law.ids for law in laws]), laws[0].shape[1], sound)
 
 
 class Weights:
@@ -135,6 +141,10 @@ class Weights:
 
     @cached_property
     def sums(self) -> Tensor:
+        if in_loops(self.weights):
+            sums = room_for_sums(self.weights)
+            kernels.add_up(self.weights.data_ptr(), *self.shape, BLOCK, sums.data_ptr())
+            return sums
         return in_blocks(self.weights, 0.0).sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
 
     @cached_property
@@ -160,6 +170,12 @@ class Weights:
         return (self.weights.index_select(0, i) / self.total.index_select(0, i).to(self.weights.dtype))[0]
 
     def of(self, tokens: LongTensor, rows: LongTensor | None = None) -> Tensor:
+        if in_loops(self.weights):
+            p, tokens = torch.empty(tokens.shape, dtype=torch.float64), tokens.contiguous()
+            rows = torch.arange(len(tokens)) if rows is None else rows.contiguous()
+            kernels.probabilities(self.weights.data_ptr(), *self.shape, BLOCK, self.sums.data_ptr(), rows.data_ptr(),
+                                  tokens.data_ptr(), len(tokens), p.data_ptr())
+            return p
         if rows is not None:
             return self.weights[rows, tokens] / self.total[rows, 0]
         return (self.weights.gather(-1, tokens[:, None]) / self.total[: tokens.shape[0]])[:, 0]
@@ -174,18 +190,75 @@ class Weights:
         In float64, since a float32 sum over 50,000 ids, or 24 random bits, would bend the law of the rare tokens.
         """
         n, b = self.sums.shape
-        u, v = torch.rand((2, n, 1), dtype=torch.float64, device=self.sums.device, generator=generator)
+        uniform = torch.rand((2, n, 1), dtype=torch.float64, device=self.sums.device, generator=generator)
+        if in_loops(self.weights):
+            ids = torch.empty(n, dtype=torch.long)
+            kernels.draw(self.weights.data_ptr(), *self.shape, BLOCK, self.sums.data_ptr(), uniform.data_ptr(),
+                         ids.data_ptr())
+            return ids
+        u, v = uniform
         block = torch.searchsorted(self.sums, self.total * u, right=True).clamp_(max=b - 1)  # if NaN, any
         sums = picked(in_blocks(self.weights, 0.0), block).cumsum(dim=-1, dtype=torch.float64)
         place = torch.searchsorted(sums, sums[:, -1:] * v, right=True)
         return place.add_(block, alpha=BLOCK).clamp_(max=self.shape[1] - 1)[:, 0]
+
+    def sample_many(self, u: Tensor) -> list[list[float]]:
+        """On the host: of each row its k ids for u [n, k], uniform in float64, each a draw of its own; and behind them
+        the root of the sum of the squares of the row's probabilities, which tells how peaked it is."""
+        if in_loops(self.weights):
+            told = np.empty((len(u), u.shape[1] + 1))
+            kernels.draw_many(self.weights.data_ptr(), *self.shape, BLOCK, self.sums.data_ptr(), u.data_ptr(),
+                              u.shape[1], told.ctypes.data)
+            return told.tolist()
+        sums = self.weights.cumsum(dim=-1, dtype=torch.float64)
+        ids = torch.searchsorted(sums, sums[:, -1:] * u, right=True).clamp_(max=self.shape[1] - 1)
+        peaked = torch.linalg.vector_norm(self.weights, dim=-1, keepdim=True) / self.total
+        return torch.cat((ids, peaked), -1).tolist()
 
     @staticmethod
     def joined(laws: list["Weights"]) -> "Weights":
         return Weights(torch.cat([law.weights for law in laws]), torch.cat([law.sums for law in laws]))
 
 
-Laws = OneHot | Weights
+class Spread:
+    """n laws over `width` ids of which only `ids` [C] have any probability: `law`, over C, gives it to them. As a draft
+    with a cut vocabulary has them (see specSampling.CutHead).
+
+    column: [V], of each id its place among `ids`, or -1.
+    """
+
+    def __init__(self, law: Weights, ids: LongTensor, column: LongTensor, width: int):
+        self.law, self.ids, self.column, self.shape = law, ids, column, (law.shape[0], width)
+
+    def __getitem__(self, rows) -> "Spread":
+        return Spread(self.law[rows], self.ids, self.column, self.shape[1])
+
+    def widened(self, width: int) -> "Spread":
+        return Spread(self.law, self.ids, self.column, width)
+
+    def dense(self) -> Tensor:
+        p = self.law.dense()
+        return p.new_zeros(self.shape).index_copy_(1, self.ids, p)
+
+    def of(self, tokens: LongTensor, rows: LongTensor) -> Tensor:
+        column = self.column[tokens]
+        return self.law.of(column, rows).masked_fill_(column < 0, 0.0)
+
+    def lawful(self) -> Tensor:
+        return self.law.lawful()
+
+
+Laws = OneHot | Weights | Spread
+
+
+def in_loops(rows: Tensor) -> bool:
+    """Whether the loops of kernels.py take [..., V]: float32 rows of a CPU's memory, which training does not watch."""
+    return (kernels is not None and rows.is_cpu and rows.dtype == torch.float32 and rows.is_contiguous()
+            and not rows.requires_grad and rows.shape[-1] > 0)
+
+
+def room_for_sums(weights: Tensor) -> Tensor:
+    return torch.empty(weights.shape[0], -(-weights.shape[1] // BLOCK), dtype=torch.float64)
 
 
 def laws_of(probs: Tensor | Laws) -> Laws:
@@ -286,7 +359,7 @@ def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
     if temperature == 0:
         laws = greedy_laws(rows)
     else:
-        laws = softened(rows.float().clamp(max=FINITE), temperature, top_k, top_p)
+        laws = softened(rows.to(torch.float32, copy=True), temperature, top_k, top_p)
     if not bool(laws.lawful().all()):
         raise ValueError(NO_LAW)
     return laws.dense().view(logits.shape)
@@ -294,15 +367,19 @@ def norm_logits(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
 
 def greedy_laws(logits: Tensor) -> OneHot:
     """One-hot at the largest logit of each row, the lowest id among equals: [n, V] -> n laws."""
+    if in_loops(logits):
+        ids, sound = torch.empty(logits.shape[0], dtype=torch.long), torch.empty(logits.shape[0], dtype=torch.bool)
+        kernels.greedy(logits.data_ptr(), *logits.shape, BLOCK, ids.data_ptr(), sound.data_ptr())
+        return OneHot(ids, logits.shape[1], sound)
     if logits.shape[0] == 1:
         top, ids = logits.max(dim=-1)  # it and argmax carry NaN along
-        return OneHot(ids, logits.shape[1], top)
+        return OneHot(ids, logits.shape[1], top > float("-inf"))
     # The largest of each block, the block of the largest, its place there: over the rows of a verification, max
     # takes six times as long on a CPU.
     blocks = in_blocks(logits, float("-inf"))
     top, block = blocks.amax(dim=-1).max(dim=-1, keepdim=True)
     ids = picked(blocks, block).argmax(dim=-1).add_(block[:, 0], alpha=BLOCK)
-    return OneHot(ids, logits.shape[1], top[:, 0])
+    return OneHot(ids, logits.shape[1], top[:, 0] > float("-inf"))
 
 
 def largest(logits: Tensor, k: int) -> tuple[Tensor, LongTensor]:
@@ -320,14 +397,30 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, LongTensor]:
     return values, ids.clamp_(max=logits.shape[1] - 1)  # where there is nothing but -inf, what fills the last block up
 
 
+def likeliest(logits: Tensor, k: int) -> list[list[float]]:
+    """On the host, of each row of logits [n, V]: the k greatest probabilities in falling order, and behind them their
+    ids. Of a row with NaN the probabilities are NaN."""
+    if in_loops(logits):
+        told = np.empty((len(logits), 2 * k))
+        kernels.likeliest(logits.data_ptr(), *logits.shape, BLOCK, k, told.ctypes.data)
+        return told.tolist()
+    return torch.cat(largest(logits.softmax(dim=-1), k), -1).tolist()  # a float32 holds any id
+
+
 def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Weights:
-    """[n, V] float32 logits, none of them +inf -> n laws."""
+    """[n, V] float32 logits, which may be overwritten -> n laws."""
     cut = top_k or top_p < 1
+    temperature = min(max(temperature, 1e-37), 1e37)  # outside float32's range it would be 0 or infinity
+    if not cut and in_loops(logits):
+        sums = room_for_sums(logits)
+        kernels.weigh(logits.data_ptr(), *logits.shape, BLOCK, 1 / temperature, sums.data_ptr())
+        return Weights(logits, sums)
+    logits = logits.clamp_(max=FINITE)
     if temperature != 1 or cut:
-        # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow; outside float32's
-        # range it would be 0 or infinity. amax carries NaN along, which top-k might cut away.
+        # Shifted to a maximum of 0 before the division, a tiny temperature cannot overflow. amax carries NaN along,
+        # which top-k might cut away.
         logits = logits - logits.amax(dim=-1, keepdim=True)
-        logits.div_(min(max(temperature, 1e-37), 1e37))
+        logits.div_(temperature)
     if 0 < top_k * BLOCK < logits.shape[1]:
         return softened_in_blocks(logits, top_k, top_p)
     return Weights((top_k_top_p_filter(logits, top_k, top_p) if cut else logits).softmax(dim=-1))
@@ -358,6 +451,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
     A row that sums to zero (q covers p, up to rounding) falls back to p.
     """
+    if in_loops(p) and in_loops(q) and p.shape == q.shape:
+        rest, width = torch.empty_like(p), p.shape[-1]
+        kernels.excess(p.data_ptr(), q.data_ptr(), p.numel() // width, width, rest.data_ptr())
+        return rest
     rest = (p - q).clamp_(min=0)
     total = rest.sum(dim=-1, keepdim=True)
     covered = (total == 0).to(rest.dtype)  # added and multiplied, since where() takes ten times as long

@@ -8,9 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+import utils
 from tabular import chi_square_p, law_by_hand
-from utils import (OneHot, SamplingParams, Weights, check_laws, fit_width, ids_of, largest, laws_of, norm_logits,
-                   residual, sample, top_k_top_p_filter)
+from utils import (OneHot, SamplingParams, Spread, Weights, check_laws, fit_width, ids_of, in_loops, largest, laws_of,
+                   likeliest, norm_logits, residual, sample, top_k_top_p_filter)
 
 exact = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 INF, NAN = float("inf"), float("nan")
@@ -484,3 +485,148 @@ def test_probabilities_at_any_rows():
     weights, one_hot = Weights(probs), OneHot(torch.tensor([3, 0, 6]), 7)
     assert torch.allclose(weights.of(tokens, rows), (probs / probs.sum(1, keepdim=True))[rows, tokens], rtol=1e-12)
     assert one_hot.of(tokens, rows).tolist() == [1.0, 1.0, 0.0, 1.0] and one_hot.of(tokens, rows).dtype == torch.float64
+
+
+# ------------------------------------------------------------------- the loops of kernels.py, and torch without them
+
+
+def both_ways(what):
+    """What it returns with the loops, and without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "kernels", None)
+        plain = what()
+    return what(), plain
+
+
+def wide_logits(seed, n, width):
+    """Rows of all sorts: with ties, with much that is -inf, with the two zeros, large and small ones."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, width, generator=generator) * torch.tensor([0.1, 1.0, 8.0, 60.0])[seed % 4]
+    if seed % 3 == 0:
+        logits = logits.round()  # -0 too
+    if seed % 5 == 0:
+        logits[torch.rand(n, width, generator=generator) < 0.7] = -INF
+        logits[:, seed % width] = 0.5
+    return logits
+
+
+widths = st.sampled_from([1, 2, 7, 127, 128, 129, 256, 1000, 5000])
+
+
+@exact
+@given(st.integers(0, 10**6), st.integers(1, 6), widths)
+def test_loops_find_the_largest_that_torch_finds(seed, n, width):
+    logits = wide_logits(seed, n, width)
+    here, plain = both_ways(lambda: utils.greedy_laws(logits))
+    assert torch.equal(here.ids, plain.ids) and torch.equal(here.ids, logits.argmax(dim=-1))
+    assert here.lawful().all() and plain.lawful().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_loops_know_what_is_no_law(temperature):
+    """NaN of either sign, nothing but -inf; and infinity takes all."""
+    minus_nan = torch.tensor(-0x3FFFFF, dtype=torch.int32).view(torch.float32).item()
+    logits = torch.zeros(6, 300)
+    logits[0, 299], logits[1, 7], logits[2], logits[3, 130], logits[4, :] = NAN, minus_nan, -INF, INF, -INF
+    logits[4, 299] = -1e30
+    params = SamplingParams(temperature)
+    for laws in both_ways(lambda: params.laws(logits.clone())):
+        assert laws.lawful().tolist() == [False, False, False, True, True, True]
+        assert laws[3:4].dense()[0, 130] == 1 and laws[4:5].dense()[0].tolist() == [0.0] * 299 + [1.0]
+
+
+@exact
+@given(st.integers(0, 10**6), st.integers(1, 4), widths, st.sampled_from([1e-6, 0.3, 1.0, 50.0]))
+def test_loops_make_the_law_that_torch_makes(seed, n, width, temperature):
+    logits, params = wide_logits(seed, n, width), SamplingParams(temperature)
+    assert in_loops(logits)
+    here, plain = both_ways(lambda: params.laws(logits.clone()))
+    expected = (logits.double() / temperature).softmax(dim=-1)
+    assert torch.allclose(here.dense().double(), expected, rtol=2e-4, atol=1e-30)
+    assert torch.allclose(here.dense(), plain.dense(), rtol=2e-4, atol=1e-30)
+    assert bool((here.weights[logits == -INF] == 0).all())
+    rows, tokens = torch.tensor([n - 1, 0]), torch.tensor([width - 1, seed % width])
+    assert torch.allclose(here.of(tokens, rows), plain.of(tokens, rows), rtol=2e-4, atol=1e-30)
+    again, plainly = both_ways(lambda: Weights(here.weights).sums)
+    assert torch.allclose(again, plainly, rtol=1e-6) and torch.allclose(again, here.sums, rtol=1e-6)
+
+
+@exact
+@given(st.integers(0, 10**6), widths)
+def test_loops_draw_what_torch_draws(seed, width):
+    """For the same uniforms the same ids, from the same weights; but where a sum's last bit decides."""
+    law = SamplingParams(1.0).laws(wide_logits(seed, 40, width))
+    here, plain = both_ways(lambda: law.sample(torch.Generator().manual_seed(seed)))
+    assert (here == plain).float().mean() > 0.9 and bool((law.weights.gather(1, here[:, None]) > 0).all())
+    u = torch.rand(40, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    here, plain = map(torch.tensor, both_ways(lambda: law.sample_many(u)))
+    ids, expected = here[:, :-1].long(), law.dense().double().square().sum(-1).sqrt().float()
+    assert (ids == plain[:, :-1]).float().mean() > 0.98 and bool((law.weights.gather(1, ids) > 0).all())
+    assert torch.allclose(here[:, -1], expected, rtol=1e-5) and torch.allclose(plain[:, -1], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rare", [1, 127, 128, 50_000, 99_999])
+def test_one_uniform_for_a_draw_keeps_the_share_of_rare_tokens(rare):
+    weights = torch.full((1, 100_000), 5e-9)
+    weights[0, 0] = 1 - 99_999 * 5e-9
+    law = Weights(weights)
+
+    def drawn(u):
+        return law.sample_many(torch.tensor([[u]], dtype=torch.float64))[0][0]
+
+    assert edge(lambda u: drawn(u) <= rare) - edge(lambda u: drawn(u) < rare) == pytest.approx(5e-9, rel=1e-6)
+    assert drawn(0.0) == 0 and drawn(1 - 2**-53) == 99_999
+
+
+@exact
+@given(st.integers(0, 10**6), st.integers(1, 3), widths)
+def test_loops_leave_the_excess_that_torch_leaves(seed, n, width):
+    p, q = (wide_logits(seed + i, n, width).softmax(dim=-1) for i in (0, 1))
+    q[0] = p[0]
+    here, plain = both_ways(lambda: residual(p, q))
+    assert torch.allclose(here, plain, rtol=1e-5, atol=1e-9) and torch.equal(here[0], p[0])
+    one = both_ways(lambda: residual(p[-1], q[-1]))
+    assert torch.equal(one[0], here[-1]) and one[1].shape == (width,)
+    p[0, 0] = NAN
+    assert residual(p, q)[0].isnan().any()
+
+
+@exact
+@given(st.integers(0, 10**6), st.integers(1, 4), widths, st.integers(1, 6))
+def test_loops_find_the_likeliest(seed, n, width, k):
+    logits, k = wide_logits(seed, n, width), min(k, width)
+    here, plain = (torch.tensor(told) for told in both_ways(lambda: likeliest(logits, k)))
+    p, ids, plain = here[:, :k], here[:, k:].long(), plain[:, :k]
+    assert torch.allclose(p, plain, rtol=1e-4, atol=1e-30)
+    assert torch.allclose(logits.softmax(dim=-1).gather(1, ids), p, rtol=1e-4, atol=1e-30)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    logits[0, width // 2] = NAN
+    here = torch.tensor(likeliest(logits, k))
+    p, ids = here[:, :k], here[:, k:]
+    assert p[0].isnan().all() and bool((ids >= 0).all()) and bool((ids < width).all()) and p[1:].isfinite().all()
+
+
+def test_loops_take_what_lies_in_a_row_in_float32_and_is_not_trained():
+    x = torch.randn(2, 300)
+    assert in_loops(x) and in_loops(x[:1]) and in_loops(x[0])
+    for other in (x[:, ::2], x.half(), x.double(), x.clone().requires_grad_(), x[:, :0], x.to("meta")):
+        assert not in_loops(other)
+    assert norm_logits(x.clone().requires_grad_()).requires_grad and norm_logits(x[:, ::2]).shape == (2, 150)
+    with pytest.raises(IndexError, match="outside"):
+        Weights(x.softmax(dim=-1)).of(torch.tensor([300]))
+
+
+def test_a_law_over_few_of_the_ids():
+    """Read as the dense law is that has zeros elsewhere."""
+    ids, column = torch.tensor([5, 2, 9]), torch.full((12,), -1)
+    column[ids] = torch.arange(3)
+    law = Weights(torch.tensor([[1.0, 2, 1], [0, 0, 3], [NAN, 0, 0]]))
+    spread = Spread(law, ids, column, 12)
+    dense = torch.zeros(2, 12)
+    dense[0, [5, 2, 9]], dense[1, 9] = torch.tensor([0.25, 0.5, 0.25]), 1.0
+    assert torch.equal(spread[:2].dense(), dense) and spread.shape == (3, 12)
+    assert torch.equal(spread[torch.tensor([1, 0])].dense(), dense[[1, 0]]) and spread.lawful().tolist() == [1, 1, 0]
+    rows, tokens = torch.tensor([0, 0, 1, 0]), torch.tensor([2, 3, 9, 9])
+    for p in both_ways(lambda: spread.of(tokens, rows)):
+        assert p.tolist() == [0.5, 0.0, 1.0, 0.25]
+    assert spread.widened(20).dense().shape == (3, 20) and spread.widened(20)[:2].dense()[:, 12:].sum() == 0
