@@ -1,5 +1,5 @@
-"""Loops that numba compiles: the pass of the engine int8, which is its products in 8 bits, what stands between them, and
-all layers one after another in one call; and what utils.py does with laws over many ids on a CPU.
+"""Loops that numba compiles: the pass of the engine int8, that is, its products in 8 bits, what stands between them, and
+all layers one after another in one call; and on a CPU what utils.py does with laws over many ids.
 
 A step of a small model is a few matrix products and, in torch, a thousand small operations between them, each with a
 call and a pass over memory of its own: half of the time. Here they are a few functions. Each works row by row, and what
@@ -965,24 +965,39 @@ def greedy(logits, n, width, block, ids, sound):
         ids[i], sound[i] = at, beyond <= INFINITE and row[at] > f32(-np.inf)
 
 
+@part
+def whole(numbers, spare, fill):
+    """A block, or `spare` with the same numbers where it is not full: so that it is added up in the same order as one
+    that ends in what `fill` stands for."""
+    if len(numbers) == len(spare):
+        return numbers
+    spare[: len(numbers)] = numbers
+    spare[len(numbers) :] = fill
+    return spare
+
+
 @compiled
 def weigh(logits, n, width, block, by, sums):
     """logits [n, width] become weights, exp(by (logit - the largest)), 0 below 2^-126; sums [n, width / block] float64
     those of the blocks up to each one. NaN where a row has any, or nothing but -inf."""
     blocks, most = (width - 1) // block + 1, f32(np.finfo(f32).max)
     logits, sums, by = reals(logits, n, width), doubles(sums, n, blocks), f32(by)
+    spare = np.empty(block, f32)
     for i in range(n):
         row, total = logits[i], 0.0
         largest = number_of(largest_in(row))
         largest = most if largest > most else largest
         for b in range(blocks):
-            numbers, of_block = row[b * block : (b + 1) * block], f32(0)
+            own, of_block = row[b * block : (b + 1) * block], f32(0)
+            numbers = whole(own, spare, f32(-np.inf))
             for j in range(len(numbers)):
                 x = numbers[j]
                 x = ((most if x > most else x) - largest) * by
                 x = f32(0) if x < f32(-87) else exp(x)
                 numbers[j] = x
                 of_block += x
+            if len(own) < block:
+                own[:] = numbers[: len(own)]
             total += of_block
             sums[i, b] = total
 
@@ -992,10 +1007,11 @@ def add_up(weights, n, width, block, sums):
     """sums [n, width / block] float64 of weights [n, width], as `weigh` has them."""
     blocks = (width - 1) // block + 1
     weights, sums = reals(weights, n, width), doubles(sums, n, blocks)
+    spare = np.empty(block, f32)
     for i in range(n):
-        total = 0.0
+        row, total = weights[i], 0.0
         for b in range(blocks):
-            numbers, of_block = weights[i, b * block : (b + 1) * block], f32(0)
+            numbers, of_block = whole(row[b * block : (b + 1) * block], spare, f32(0)), f32(0)
             for j in range(len(numbers)):
                 of_block += numbers[j]
             total += of_block
@@ -1018,8 +1034,8 @@ def probabilities(weights, n, width, block, sums, rows, ids, m, p):
 @part
 def place_in(row, sums, block, u, v):
     """The id that u in [0, 1) stands for, in a row of weights with these sums: the first block whose cumulative weight
-    exceeds u, and in it the first id, of some weight, whose cumulative weight exceeds v in [0, 1), in float64. v < 0: how
-    far u is between the block and the one before."""
+    exceeds u, and in it the first id, of some weight, whose cumulative weight exceeds v in [0, 1), in float64. v < 0:
+    the place of u between the block and the one before."""
     goal, b, last = sums[-1] * u, 0, len(sums) - 1
     while b < last and not sums[b] > goal:
         b += 1
@@ -1075,9 +1091,9 @@ def excess(p, q, n, width, rest):
             more = f32(0) if more < f32(0) else more
             rest[i, j] = more
             sum_of_rest += np.float64(more)
-        total = f32(sum_of_rest)
+        inverse = 1.0 / sum_of_rest  # in float64: in float32 it might be infinite
         for j in range(width):
-            rest[i, j] = p[i, j] if total == f32(0) else rest[i, j] / total
+            rest[i, j] = p[i, j] if sum_of_rest == 0.0 else f32(rest[i, j] * inverse)
 
 
 @compiled

@@ -159,7 +159,11 @@ class Weights:
 
     def widened(self, width: int) -> "Weights":
         more = width - self.shape[1]
-        return Weights(torch.nn.functional.pad(self.weights, (0, more)), self.sums) if more else self
+        if not more:
+            return self
+        blocks = -(-width // BLOCK) - self.sums.shape[1]
+        sums = torch.cat((self.sums, self.total.expand(-1, blocks)), dim=-1) if blocks else self.sums
+        return Weights(torch.nn.functional.pad(self.weights, (0, more)), sums)
 
     def dense(self) -> Tensor:
         """[n, V] probabilities of the weights' dtype."""
@@ -171,8 +175,8 @@ class Weights:
 
     def of(self, tokens: LongTensor, rows: LongTensor | None = None) -> Tensor:
         if in_loops(self.weights):
-            p, tokens = torch.empty(tokens.shape, dtype=torch.float64), tokens.contiguous()
-            rows = torch.arange(len(tokens)) if rows is None else rows.contiguous()
+            p, tokens = torch.empty(tokens.shape, dtype=torch.float64), tokens.long().contiguous()
+            rows = torch.arange(len(tokens)) if rows is None else rows.long().contiguous()
             kernels.probabilities(self.weights.data_ptr(), *self.shape, BLOCK, self.sums.data_ptr(), rows.data_ptr(),
                                   tokens.data_ptr(), len(tokens), p.data_ptr())
             return p
@@ -206,7 +210,7 @@ class Weights:
         """On the host: of each row its k ids for u [n, k], uniform in float64, each a draw of its own; and behind them
         the root of the sum of the squares of the row's probabilities, which tells how peaked it is."""
         if in_loops(self.weights):
-            told = np.empty((len(u), u.shape[1] + 1))
+            u, told = u.double().contiguous(), np.empty((len(u), u.shape[1] + 1))
             kernels.draw_many(self.weights.data_ptr(), *self.shape, BLOCK, self.sums.data_ptr(), u.data_ptr(),
                               u.shape[1], told.ctypes.data)
             return told.tolist()
@@ -410,7 +414,7 @@ def likeliest(logits: Tensor, k: int) -> list[list[float]]:
 def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Weights:
     """[n, V] float32 logits, which may be overwritten -> n laws."""
     cut = top_k or top_p < 1
-    temperature = min(max(temperature, 1e-37), 1e37)  # outside float32's range it would be 0 or infinity
+    temperature = min(max(float(temperature), 1e-37), 1e37)  # outside float32's range it would be 0 or infinity
     if not cut and in_loops(logits):
         sums = room_for_sums(logits)
         kernels.weigh(logits.data_ptr(), *logits.shape, BLOCK, 1 / temperature, sums.data_ptr())

@@ -218,6 +218,21 @@ def test_a_draft_of_another_width_keeps_the_law(width):
     assert chi_square_p(counts, dict(enumerate(p[0].tolist()))) > 1e-4
 
 
+@pytest.mark.parametrize("wide_p", [False, True])
+def test_laws_of_unequal_width_across_blocks_keep_the_law(wide_p):
+    """p or q ends one block before the other: see Weights.widened."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.zeros(2, 300 if wide_p else 200), torch.zeros(1, 200 if wide_p else 300)
+    p[:, 0] = p[:, 150] = 0.5
+    q[0, 0], q[0, 150], q[0, -1] = 0.6, 0.2, 0.2
+    seen = Counter()
+    for x in torch.multinomial(q[0], 4000, True, generator=generator):
+        n, after = verify(p, q, x[None], generator)
+        seen[int(x) if n else after] += 1
+        assert after in (0, 150)
+    assert chi_square_p(seen, {0: 0.5, 150: 0.5}) > 1e-4
+
+
 def test_verify_leaves_its_inputs_and_the_global_random_state():
     p, q, tokens = random_law(4, 6, 5), random_law(3, 6, 6), torch.tensor([1, 2, 3])
     copies, state = [t.clone() for t in (p, q, tokens)], torch.get_rng_state()

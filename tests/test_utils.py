@@ -630,3 +630,44 @@ def test_a_law_over_few_of_the_ids():
     for p in both_ways(lambda: spread.of(tokens, rows)):
         assert p.tolist() == [0.5, 0.0, 1.0, 0.25]
     assert spread.widened(20).dense().shape == (3, 20) and spread.widened(20)[:2].dense()[:, 12:].sum() == 0
+
+
+@pytest.mark.parametrize("width, wider", [(100, 128), (100, 129), (100, 300), (128, 1000), (200, 300)])
+def test_wider_laws_across_blocks(width, wider):
+    """Sums have a place for each block of the wider law: they were read beyond their end."""
+    law = SamplingParams(1.0).laws(wide_logits(1, 30, width))
+    rows = torch.arange(30) % 30
+    tokens = rows * 7 % width
+    for wide in both_ways(lambda: law.widened(wider)):
+        assert wide.sums.shape == (30, -(-wider // 128)) and wide.shape == (30, wider)
+        for p in both_ways(lambda: wide.of(tokens, rows)):
+            assert torch.allclose(p, law.dense()[rows, tokens].double(), rtol=1e-5)
+        for drawn in both_ways(lambda: wide.sample(torch.Generator().manual_seed(0))):
+            assert torch.equal(drawn, law.sample(torch.Generator().manual_seed(0)))
+        assert torch.equal(wide[:5].dense()[:, :width], law[:5].dense()) and wide.dense()[:, width:].sum() == 0
+
+
+@pytest.mark.parametrize("small", [1e-39, 2e-39, 1e-44])
+def test_an_excess_of_almost_nothing(small):
+    for rest in both_ways(lambda: residual(torch.tensor([0.5, 0.5, small]), torch.tensor([0.5, 0.5, 0.0]))):
+        assert rest.tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("width", [1, 54, 127, 129, 200])
+def test_zeros_at_the_end_do_not_change_sums(width):
+    logits = wide_logits(1, 5, width)
+    more = torch.nn.functional.pad(logits, (0, 300), value=-INF)
+    law, wider = (SamplingParams(1.0).laws(x.clone()) for x in (logits, more))
+    blocks = law.sums.shape[1]
+    assert torch.equal(law.sums, wider.sums[:, :blocks]) and torch.equal(law.weights, wider.weights[:, :width])
+    assert torch.equal(Weights(law.weights).sums, Weights(wider.weights).sums[:, :blocks])
+
+
+def test_ids_and_temperatures_of_any_type():
+    law = SamplingParams(torch.tensor(0.7)).laws(wide_logits(1, 3, 300))
+    assert torch.allclose(law.dense(), SamplingParams(0.7).laws(wide_logits(1, 3, 300)).dense())
+    tokens, rows = torch.tensor([1, 200, 3]), torch.tensor([2, 0, 1])
+    assert torch.equal(law.of(tokens.int(), rows.int()), law.of(tokens, rows))
+    assert torch.equal(law.of(torch.stack((tokens, rows), 1)[:, 0]), law.of(tokens))
+    u = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)).T
+    assert law.sample_many(u) == law.sample_many(u.double().contiguous())
