@@ -1,4 +1,4 @@
-"""Loops that numba compiles: the pass of the engine int8, that is, its products in 8 bits, what stands between them, and
+"""Loops that numba compiles: the pass of the engine int8, its products in 8 bits, what stands between them, and
 all layers one after another in one call; and on a CPU what utils.py does with laws over many ids.
 
 A step of a small model is a few matrix products and, in torch, a thousand small operations between them, each with a
@@ -901,10 +901,10 @@ def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
 
 
 # ------------------------------------------------------------------------------------------------ laws
-# What utils.py does on a CPU with rows of many ids, in blocks of `block` of them; what is meant stands there. Behind a
-# pass, which has emptied the caches of all that Python and torch do, an operation of torch takes 20 to 40 microseconds,
-# and each of these functions is many. To take an array apart costs numba as much: they are told n, width and
-# addresses, of C-contiguous arrays, float32 where nothing else is said.
+# What utils.py does on a CPU with rows of many ids, in blocks of `block` of them; what is meant stands there. A pass
+# empties the caches of all that Python and torch do: behind it an operation of torch takes several times as long as
+# otherwise, and each of these functions is many. To take arrays apart would cost numba about as much as one of them:
+# these are told n, width and addresses, of C-contiguous arrays, float32 where nothing else is said.
 
 LOWEST = np.int32(-(2**31))
 
@@ -1029,6 +1029,32 @@ def probabilities(weights, n, width, block, sums, rows, ids, m, p):
         if not (0 <= rows[i] < n and -1 <= ids[i] < width):
             raise IndexError("a token id is outside the law")
         p[i] = weights[rows[i], ids[i]] / sums[rows[i], blocks - 1]
+
+
+@compiled
+def evidence(p, n, width, p_sums, q, q_n, q_width, q_sums, block, column, tokens, where, m, told):
+    """told [2 m + 1] float64: what rows where[0] of weights p [n, width] give tokens [m] int64; what rows where[1] of
+    weights q [q_n, q_width] give them, in which id x has the place column[x] (column 0: x; below 0: none); and whether
+    all rows are laws. where: [2, m] int64. Raises IndexError where a row or a token is none."""
+    last, q_last = (width - 1) // block, (q_width - 1) // block
+    p, p_sums, q, q_sums = reals(p, n, width), doubles(p_sums, n, last + 1), reals(q, q_n, q_width), doubles(
+        q_sums, q_n, q_last + 1)
+    tokens, where, told, lawful = wholes(tokens, m), wholes(where, 2 * m), doubles(told, 1, 2 * m + 1)[0], True
+    for i in range(m):
+        x, row, q_row = tokens[i], where[i], where[m + i]
+        if not (0 <= x < width and 0 <= row < n and 0 <= q_row < q_n):
+            raise IndexError("a token id is outside the law")
+        told[i] = p[row, x] / p_sums[row, last]
+        if column:
+            x = wholes(column, width)[x]
+        elif x >= q_width:
+            raise IndexError("a token id is outside the law")
+        told[m + i] = q[q_row, x] / q_sums[q_row, q_last] if x >= 0 else 0.0
+    for i in range(n):
+        lawful = lawful and p_sums[i, last] < np.inf  # NaN is not
+    for i in range(q_n):
+        lawful = lawful and q_sums[i, q_last] < np.inf
+    told[2 * m] = lawful
 
 
 @part

@@ -16,7 +16,8 @@ from torch import LongTensor, Tensor, nn
 from cachedModel import CachedModel, as_cached
 from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
-from utils import Laws, OneHot, SamplingParams, Weights, check_laws, fit_width, laws_of, residual, sample
+from utils import (Laws, OneHot, SamplingParams, Weights, at_hand, check_laws, fit_width, laws_of, residual,
+                   sample)
 
 # ----------------------------------------------------------------------------------------------- verification
 
@@ -66,10 +67,21 @@ def judge(p: Weights, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tens
     # the 24 random bits of a float32 would accept the rare tokens too often.
     r = torch.rand(g, dtype=torch.float64, device=tokens.device, generator=generator)
     n = (r * q.of(tokens) < p.of(tokens)).long().cumprod(0).sum()
-    # The first rejected position draws from the residual; a full acceptance from the last row of p, from which
-    # nothing is subtracted.
-    q_n = q.row(n.clamp(max=g - 1)) * (n < g)
-    return n, sample(residual(p.row(n), q_n), generator)
+    rest = left_of(p, q, int(n)) if at_hand(n) else left_on_device(p, q, n)
+    return n, sample(rest, generator).view(())
+
+
+def left_of(p: Weights, q: Laws, n: int) -> Tensor | Laws:
+    """What the token behind n accepted ones is drawn from: at the first rejected position the residual, [V]; after a
+    full acceptance the last row of p, from which nothing is subtracted."""
+    p_n = p[n : n + 1]
+    return p_n if n == q.shape[0] else residual(p_n.dense()[0], q[n : n + 1].dense()[0])
+
+
+def left_on_device(p: Weights, q: Laws, n: LongTensor) -> Tensor:
+    """The same for n [] on a device that is not waited for."""
+    g = q.shape[0]
+    return residual(p.row(n), q.row(n.clamp(max=g - 1)) * (n < g))
 
 
 @dataclass

@@ -18,7 +18,8 @@ from cachedModel import CachedModel, as_cached
 from metrics import Generation, Round
 from regrSampling import OnTokens
 from specSampling import Drafter, GammaController, ModelDrafter, apart, drafted_sampling
-from utils import Laws, OneHot, SamplingParams, Weights, fit_width, largest, laws_of, residual, sample
+from utils import (Laws, OneHot, SamplingParams, Weights, evidence, fit_width, largest, laws_of, residual,
+                   sample)
 
 RULES = ("independent", "without-replacement", "top-k")
 
@@ -176,16 +177,12 @@ class Walk:
             at = node + 1
 
     def fetch(self) -> bool:
-        """All that the host needs to know for the first child of any node, in one synchronisation: tokens, p(x), q(x),
-        and a uniform number each, in float64 (see specSampling.judge). Returns whether p and q are lawful."""
-        x, n = self.tree.tokens, len(self.tree.parents)
-        above = [parent + 1 for parent in self.tree.parents]  # rows of p
-        above, rows = torch.tensor([above, self.rows], dtype=torch.long, device=x.device)
-        u = torch.rand(n, dtype=torch.float64, device=x.device, generator=self.generator)
-        told = torch.cat((x, self.p.of(x, above), self.q.of(x, rows), u, self.p.lawful(), self.q.lawful())).tolist()
-        self.tokens = [int(x) for x in told[:n]]
-        self.p_x, self.q_x, self.u = (told[n * i : n * i + n] for i in (1, 2, 3))
-        return all(told[4 * n :])
+        """All that the host needs to know for the first child of any node: tokens, p(x), q(x), and a uniform number
+        each, in float64 (see specSampling.judge). Returns whether p and q are lawful."""
+        x, above = self.tree.tokens, [parent + 1 for parent in self.tree.parents]  # rows of p
+        u = torch.rand(len(above), dtype=torch.float64, device=x.device, generator=self.generator)
+        self.tokens, self.p_x, self.q_x, self.u, lawful = evidence(self.p, above, self.q, self.rows, x, u)
+        return lawful
 
     def try_drawn(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:
         """Of the children `nodes`, which were drawn from q, the one that is accepted; or None, and what is left of p in

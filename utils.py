@@ -228,7 +228,7 @@ class Spread:
     """n laws over `width` ids of which only `ids` [C] have any probability: `law`, over C, gives it to them. As a draft
     with a cut vocabulary has them (see specSampling.CutHead).
 
-    column: [V], of each id its place among `ids`, or -1.
+    column: [width], of each id its place among `ids`, or -1.
     """
 
     def __init__(self, law: Weights, ids: LongTensor, column: LongTensor, width: int):
@@ -238,7 +238,10 @@ class Spread:
         return Spread(self.law[rows], self.ids, self.column, self.shape[1])
 
     def widened(self, width: int) -> "Spread":
-        return Spread(self.law, self.ids, self.column, width)
+        if width == self.shape[1]:
+            return self
+        column = torch.nn.functional.pad(self.column, (0, width - self.shape[1]), value=-1)
+        return Spread(self.law, self.ids, column, width)
 
     def dense(self) -> Tensor:
         p = self.law.dense()
@@ -253,6 +256,30 @@ class Spread:
 
 
 Laws = OneHot | Weights | Spread
+
+
+def evidence(p: Laws, above: list[int], q: Laws, rows: list[int], tokens: LongTensor, u: Tensor
+             ) -> tuple[list[int], list[float], list[float], list[float], bool]:
+    """On the host, in one synchronisation: the tokens [n], what rows `above` [n] of p and `rows` [n] of q give them,
+    u [n], and whether all of p and q is lawful. p and q are laws over as many ids."""
+    n, tokens = len(above), tokens.contiguous()
+    over = q.law if isinstance(q, Spread) else q
+    if n and isinstance(p, Weights) and isinstance(over, Weights) and in_loops(p.weights) and in_loops(over.weights):
+        where, told = np.array((above, rows)), np.empty(2 * n + 1)
+        kernels.evidence(p.weights.data_ptr(), *p.shape, p.sums.data_ptr(), over.weights.data_ptr(), *over.shape,
+                         over.sums.data_ptr(), BLOCK, 0 if over is q else q.column.data_ptr(), tokens.data_ptr(),
+                         where.ctypes.data, n, told.ctypes.data)
+        told = told.tolist()
+        return tokens.tolist(), told[:n], told[n : 2 * n], u.tolist(), bool(told[2 * n])
+    above, rows = torch.tensor([above, rows], dtype=torch.long, device=tokens.device)
+    told = torch.cat((tokens, p.of(tokens, above), q.of(tokens, rows), u, p.lawful(), q.lawful())).tolist()
+    tokens, p_x, q_x, u = (told[n * i : n * i + n] for i in range(4))
+    return [int(x) for x in tokens], p_x, q_x, u, all(told[4 * n :])
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether the host need not wait for the numbers of x."""
+    return x.is_cpu
 
 
 def in_loops(rows: Tensor) -> bool:

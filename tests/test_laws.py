@@ -14,8 +14,8 @@ import specSampling
 from cachedModel import CachedModel
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
-                          NGramDrafter, StageDrafter, drafted_sampling, judge, speculative_sampling,
-                          speculative_sampling_dynamic, speculative_sampling_multi, verify)
+                          NGramDrafter, StageDrafter, drafted_sampling, judge, left_of, left_on_device,
+                          speculative_sampling, speculative_sampling_dynamic, speculative_sampling_multi, verify)
 from tabular import TableModel, chi_square_p, distance, law_of_decoder, law_of_sequences, table
 from utils import OneHot, SamplingParams, laws_of
 
@@ -216,6 +216,19 @@ def test_a_draft_of_another_width_keeps_the_law(width):
         n, y = verify(p, q, x[None], generator)
         counts[int(x) if n else y] += 1
     assert chi_square_p(counts, dict(enumerate(p[0].tolist()))) > 1e-4
+
+
+@pytest.mark.parametrize("one_hot_q", [False, True])
+def test_what_is_left_is_the_same_whether_the_host_knows_n_or_not(one_hot_q):
+    """On a CPU it does; a GPU is not waited for."""
+    p, q = laws_of(random_law(4, 300, 0)), laws_of(random_law(3, 300, 1))
+    q = OneHot(torch.tensor([5, 200, 7]), 300) if one_hot_q else q
+    for n in range(4):
+        here = left_of(p, q, n)
+        here = here if isinstance(here, torch.Tensor) else here.dense()[0]
+        expected = (p.dense()[n] - (q.dense()[n] if n < 3 else 0)).clamp(min=0)
+        assert torch.allclose(here, left_on_device(p, q, torch.tensor(n)), atol=1e-7)
+        assert torch.allclose(here, expected / expected.sum(), atol=1e-6)
 
 
 @pytest.mark.parametrize("wide_p", [False, True])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import regrSampling
 import specSampling
+import utils
 from cachedModel import CachedModel
 from lively import FAMILIES, cacheless, greedy_text, lively, noisy, random_ids
 from metrics import Round
@@ -478,7 +479,8 @@ def test_the_models_are_asked_for_the_rows_in_use_only():
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers that leave it, shapes that depend on its numbers."""
+    """Counts what makes the host wait for a device: numbers that leave it, shapes that depend on its numbers. All is
+    done as on a device, whose numbers are not at hand and which knows no loops of kernels.py."""
 
     OPS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "_unique2",
            "bincount", "repeat_interleave")
@@ -492,6 +494,8 @@ class Waits(TorchDispatchMode):
             return tolist(tensor)
 
         monkeypatch.setattr(torch.Tensor, "tolist", counted)
+        monkeypatch.setattr(utils, "kernels", None)
+        monkeypatch.setattr(specSampling, "at_hand", lambda x: False)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op.name().split("::")[1].split(".")[0]

@@ -10,8 +10,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import utils
 from tabular import chi_square_p, law_by_hand
-from utils import (OneHot, SamplingParams, Spread, Weights, check_laws, fit_width, ids_of, in_loops, largest, laws_of,
-                   likeliest, norm_logits, residual, sample, top_k_top_p_filter)
+from utils import (OneHot, SamplingParams, Spread, Weights, check_laws, evidence, fit_width, ids_of, in_loops, largest,
+                   laws_of, likeliest, norm_logits, residual, sample, top_k_top_p_filter)
 
 exact = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 INF, NAN = float("inf"), float("nan")
@@ -671,3 +671,33 @@ def test_ids_and_temperatures_of_any_type():
     assert torch.equal(law.of(torch.stack((tokens, rows), 1)[:, 0]), law.of(tokens))
     u = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)).T
     assert law.sample_many(u) == law.sample_many(u.double().contiguous())
+
+
+@pytest.mark.parametrize("kind", ["weights", "spread", "one-hot", "double"])
+def test_evidence_of_drafted_tokens(kind):
+    """What two laws give some tokens, however it is fetched."""
+    p = SamplingParams(1.0).laws(wide_logits(1, 4, 300))
+    ids, column = torch.tensor([5, 2, 9, 290]), torch.full((300,), -1)
+    column[ids] = torch.arange(4)
+    q = {"weights": SamplingParams(1.0).laws(wide_logits(2, 3, 300)),
+         "spread": Spread(SamplingParams(1.0).laws(wide_logits(1, 3, 4)), ids, column, 300),
+         "one-hot": OneHot(torch.tensor([2, 9, 290]), 300), "double": Weights(torch.rand(3, 300).double())}[kind]
+    tokens, above, rows = torch.tensor([2, 9, 9, 3, 290]), [0, 1, 3, 2, 2], [0, 1, 1, 2, 2]
+    u = torch.rand(5, dtype=torch.float64)
+    for found in both_ways(lambda: evidence(p, above, q, rows, tokens, u)):
+        assert found[0] == tokens.tolist() and found[3] == u.tolist() and found[4] is True
+        assert np.allclose(found[1], p.dense()[above, tokens].double(), rtol=1e-5)
+        assert np.allclose(found[2], q.dense()[rows, tokens].double(), rtol=1e-5)
+    for laws, row in ((p, 3), (q, 2)):
+        law = laws.law if kind == "spread" and laws is q else laws
+        if isinstance(law, Weights):
+            law.weights[row, 0] = NAN
+            law.__dict__.pop("sums"), law.__dict__.pop("total", None)
+            assert not any(found[4] for found in both_ways(lambda: evidence(p, above, q, rows, tokens, u)))
+    for found in both_ways(lambda: evidence(p, [], q, [], tokens[:0], u[:0])):
+        assert found[:4] == ([], [], [], [])
+    if kind != "one-hot":
+        with pytest.raises(IndexError):
+            evidence(p, [0], q, [0], torch.tensor([300]), u[:1])
+        with pytest.raises(IndexError):
+            evidence(p, [4], q, [0], torch.tensor([0]), u[:1])
