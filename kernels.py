@@ -1037,9 +1037,9 @@ def evidence(p, n, width, p_sums, q, q_n, q_width, q_sums, block, column, tokens
     weights q [q_n, q_width] give them, in which id x has the place column[x] (column 0: x; below 0: none); and whether
     all rows are laws. where: [2, m] int64. Raises IndexError where a row or a token is none."""
     last, q_last = (width - 1) // block, (q_width - 1) // block
-    p, p_sums, q, q_sums = reals(p, n, width), doubles(p_sums, n, last + 1), reals(q, q_n, q_width), doubles(
-        q_sums, q_n, q_last + 1)
-    tokens, where, told, lawful = wholes(tokens, m), wholes(where, 2 * m), doubles(told, 1, 2 * m + 1)[0], True
+    p, p_sums = reals(p, n, width), doubles(p_sums, n, last + 1)
+    q, q_sums = reals(q, q_n, q_width), doubles(q_sums, q_n, q_last + 1)
+    tokens, where, told = wholes(tokens, m), wholes(where, 2 * m), doubles(told, 1, 2 * m + 1)[0]
     for i in range(m):
         x, row, q_row = tokens[i], where[i], where[m + i]
         if not (0 <= x < width and 0 <= row < n and 0 <= q_row < q_n):
@@ -1047,9 +1047,10 @@ def evidence(p, n, width, p_sums, q, q_n, q_width, q_sums, block, column, tokens
         told[i] = p[row, x] / p_sums[row, last]
         if column:
             x = wholes(column, width)[x]
-        elif x >= q_width:
+        if x >= q_width:
             raise IndexError("a token id is outside the law")
         told[m + i] = q[q_row, x] / q_sums[q_row, q_last] if x >= 0 else 0.0
+    lawful = True
     for i in range(n):
         lawful = lawful and p_sums[i, last] < np.inf  # NaN is not
     for i in range(q_n):
