@@ -262,10 +262,10 @@ def evidence(p: Laws, above: list[int], q: Laws, rows: list[int], tokens: LongTe
              ) -> tuple[list[int], list[float], list[float], list[float], bool]:
     """On the host, in one synchronisation: the tokens [n], what rows `above` [n] of p and `rows` [n] of q give them,
     u [n], and whether all of p and q is lawful. p and q are laws over as many ids."""
-    n, tokens = len(above), tokens.contiguous()
+    n, tokens = len(above), tokens.long().contiguous()
     over = q.law if isinstance(q, Spread) else q
     if n and isinstance(p, Weights) and isinstance(over, Weights) and in_loops(p.weights) and in_loops(over.weights):
-        where, told = np.array((above, rows)), np.empty(2 * n + 1)
+        where, told = np.array((above, rows), np.int64), np.empty(2 * n + 1)
         kernels.evidence(p.weights.data_ptr(), *p.shape, p.sums.data_ptr(), over.weights.data_ptr(), *over.shape,
                          over.sums.data_ptr(), BLOCK, 0 if over is q else q.column.data_ptr(), tokens.data_ptr(),
                          where.ctypes.data, n, told.ctypes.data)
