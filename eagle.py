@@ -9,6 +9,7 @@ The file reads in the order of use: the layer, what is learnt, the pass of a dra
 """
 
 import math
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -383,10 +384,14 @@ class EagleDrafter(HeadDrafter):
 
     def begin(self, target, params, generator):
         super().begin(target, params, generator)
-        layer, self.column = self.head.layer, self.head.column
+        layer = self.head.layer
         self.kv = StaticKV(self.head.stages, layer.heads, layer.head_dim, self.head.cos, None)
         self.length = 0  # pairs (feature i, token i + 1) whose columns hold what the target made of them
         self.accepted = self.expected = 2.0
+
+    @cached_property
+    def column(self) -> LongTensor:
+        return self.head.column
 
     @property
     def trust(self) -> float:
@@ -441,7 +446,7 @@ class EagleDrafter(HeadDrafter):
                 break
             rows = [parents.index(tree.parents[i]) for i in chosen]
             above, tokens = torch.tensor([rows, [tree.tokens[i] for i in chosen]], device=ids.device)
-            sees = [[*sees[row], *itself] for row, itself in zip(rows, apart(len(chosen)))]
+            sees = [[*sees[row], *itself] for row, itself in zip(rows, diagonal(len(chosen)))]
             mask = torch.tensor(sees, dtype=f.dtype, device=f.device)
             f, logits = self.expand(level, tokens, before[above], f[above], mask, base)
             parents, before = chosen, tokens
@@ -477,7 +482,7 @@ class EagleDrafter(HeadDrafter):
         return rows
 
 
-def apart(n: int) -> list[list[float]]:
+def diagonal(n: int) -> list[list[float]]:
     """A mask of n nodes of which each sees itself alone."""
     return [[0.0 if i == j else -math.inf for j in range(n)] for i in range(n)]
 

@@ -363,6 +363,7 @@ def causal_mask(start: int, n: int, like: Tensor) -> Tensor:
 
 
 TREES = 1024  # shapes of trees of which is kept what follows from them: most of them come again
+
 # A tree of m tokens behind a sequence is told by `parents`: of each node the index of its parent, which stands before
 # it, or -1 for a child of the sequence's last token (Miao et al. 2024, arXiv:2305.09781, section 4.2: one pass over
 # all branches, each token with the mask and the position that it has in its own branch).
@@ -625,6 +626,7 @@ class Int8Stack(Stack):
         return own_mask(n, parents, self.cos)
 
     def positions(self, start: int, n: int, parents: tuple[int, ...]) -> slice | np.ndarray:
+        """Which rows of the rotary tables."""
         return start + positions_behind(n, parents) if parents else slice(start, start + n)
 
     def next_of_each(self, ids: Tensor, kv: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -150,6 +150,32 @@ def together(team, share, told, many):
     told[0] = 0  # so that it lives until here
 
 
+LOWEST = np.int32(-(2**31))
+
+
+@part
+def in_order(x):
+    """A whole number of 32 bits for a float32, in the order of the numbers: 0 for -0 too. Those of NaN are above that
+    of infinity or below that of -infinity. LLVM makes vectors of them, and none of floats in search of the largest."""
+    bits = as_bits(x)
+    return np.int32(bits if bits >= np.int32(0) else LOWEST - bits)
+
+
+@part
+def number_of(order):
+    """The float32 that in_order takes to this number."""
+    return as_float(np.int32(order if order >= np.int32(0) else LOWEST - order))
+
+
+@part
+def largest_in(row):
+    """in_order of the largest number."""
+    most = LOWEST
+    for j in range(len(row)):
+        most = max(most, in_order(row[j]))
+    return most
+
+
 @part
 def exp(x):
     """e^x, without a call, so that a loop over it is one over vectors; never less than 2^-126 or more than 2^127."""
@@ -665,11 +691,8 @@ def look_in_loops(query, keys, values, seen, count, score, out):
 @part
 def soften(score, count, size):
     """score[:count] = exp(score / sqrt(size)), but for a factor; returns their sum."""
-    most, total, by_size = np.int32(-(2**31)), f32(0), f32(1) / np.sqrt(f32(size))
-    for t in range(count):
-        bits = as_bits(score[t])
-        most = max(most, bits ^ (bits >> np.int32(31) & ALL_BUT_SIGN))  # whole numbers in the order of the scores
-    largest = as_float(most ^ (most >> np.int32(31) & ALL_BUT_SIGN))
+    total, by_size = f32(0), f32(1) / np.sqrt(f32(size))
+    largest = number_of(largest_in(score[:count]))
     for t in range(count):
         score[t] = exp((score[t] - largest) * by_size)
         total += score[t]
@@ -906,9 +929,6 @@ def draft(tokens, before, f, head, kv, cos, sin, start, among, team, x, logits):
 # otherwise, and each of these functions is many. To take arrays apart would cost numba about as much as one of them:
 # these are told n, width and addresses, of C-contiguous arrays, float32 where nothing else is said.
 
-LOWEST = np.int32(-(2**31))
-
-
 @part
 def reals(address, n, width):
     return carray(pointer(address, f32(0)), (n, width))
@@ -922,28 +942,6 @@ def doubles(address, n, width):
 @part
 def wholes(address, n):
     return carray(pointer(address, np.int64(0)), n)
-
-
-@part
-def in_order(x):
-    """A whole number of 32 bits for a float32, in the order of the numbers: 0 for -0 too. Those of NaN are above that
-    of infinity or below that of -infinity. LLVM makes vectors of them, and none of floats in search of the largest."""
-    bits = as_bits(x)
-    return np.int32(bits if bits >= np.int32(0) else LOWEST - bits)
-
-
-@part
-def number_of(order):
-    """The float32 that in_order takes to this number."""
-    return as_float(np.int32(order if order >= np.int32(0) else LOWEST - order))
-
-
-@part
-def largest_in(row):
-    most = LOWEST
-    for j in range(len(row)):
-        most = max(most, in_order(row[j]))
-    return most
 
 
 @compiled

@@ -15,6 +15,7 @@ import torch
 from torch import LongTensor, Tensor
 
 from cachedModel import CachedModel, as_cached
+from engine import levels
 from metrics import Generation, Round
 from regrSampling import OnTokens
 from specSampling import Drafter, GammaController, ModelDrafter, apart, drafted_sampling
@@ -75,10 +76,7 @@ class Tree:
     @property
     def depth(self) -> int:
         """The length of the longest path."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent + 1] + 1)
-        return max(depths)
+        return levels(tuple(self.parents))
 
     @property
     def laws(self) -> Laws:
