@@ -17,7 +17,7 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from engine import SLICE, StaticKV, levels, tree_mask, tree_positions
+from engine import SLICE, CutHead, StaticKV, levels, tree_mask, tree_positions
 from utils import Laws, SamplingParams, check_laws, fit_width
 
 # Layers whose keys and values belong to positions, so that forgetting a position is dropping its column.
@@ -125,6 +125,7 @@ class CachedModel:
         self.name = name or Path(model.config._name_or_path).name or model.__class__.__name__
         self.device = model.device
         head = model.get_output_embeddings()
+        self.cut = head if isinstance(head, CutHead) else None
         self.vocab_size = head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
         self.known_ids = model.get_input_embeddings().weight.shape[0]
         self.context_length = context_of(model)
@@ -200,6 +201,13 @@ class CachedModel:
         """
         return self._feed(ids, keep, ())
 
+    def forward_few(self, ids: LongTensor) -> Tensor:
+        """Logits of the last token of `ids` [n] as `forward` gives them, but of those tokens alone that the model can
+        propose: [1, C] where its output matrix is cut to so many (see engine.CutHead), else [1, V]."""
+        if self.cut is None:
+            return self.forward(ids)
+        return self._feed(ids, 1, (), few=True)
+
     def forward_tree(self, ids: LongTensor, tokens: LongTensor, parents: Sequence[int]) -> Tensor:
         """Logits [m + 1, V] after the sequence `ids` [n] (row 0) and after each node of a tree of `tokens` [m] behind
         it (row i + 1), from one pass over ids[length:], at least its last token, and the nodes.
@@ -222,8 +230,8 @@ class CachedModel:
         return self._feed(torch.cat((ids.to(self.device), tokens.to(self.device))), m + 1, parents)
 
     @inferring
-    def _feed(self, ids: LongTensor, keep: int, parents: tuple[int, ...]) -> Tensor:
-        """`forward` for a sequence whose last len(parents) tokens are the nodes of a tree."""
+    def _feed(self, ids: LongTensor, keep: int, parents: tuple[int, ...], few: bool = False) -> Tensor:
+        """`forward`, or forward_few, for a sequence whose last len(parents) tokens are the nodes of a tree."""
         end = ids.shape[0]
         n = end - len(parents) + levels(parents)  # positions
         if self.context_length is not None and n > self.context_length:
@@ -233,8 +241,12 @@ class CachedModel:
         new = self.readable(ids[start:])
         if self.lean is not None:
             logits, hidden = self.lean(new, self.kv, start, keep, parents)
+            if self.cut is not None and not few:
+                logits = self.cut.spread(logits)
         else:
             logits, hidden = self._pass(new, keep, parents)
+            if few:
+                logits = logits[:, self.cut.ids]
         if self._features is not None:
             self._features = with_room(self._features, start, end)
             self._features[start:end] = hidden
@@ -321,6 +333,17 @@ class CachedModel:
         """What `law` gives, in the form that costs least, and without waiting for the device: the caller has to see
         that all rows are lawful before a token drawn from them is emitted."""
         return params.laws(fit_width(self.forward(ids, keep), width or self.vocab_size))
+
+    @inferring
+    def proposed(self, ids: LongTensor, params: SamplingParams, width: int | None = None) -> tuple[Tensor, Laws]:
+        """What a draft proposes from behind `ids`: `laws` for one token, and the logits it is made of, which it may
+        overwrite: those of forward_few where that gives no id beyond `width`."""
+        width = width or self.vocab_size
+        if self.cut is None or width < self.vocab_size:
+            logits = fit_width(self.forward(ids), width)
+            return logits, params.laws(logits)
+        logits = self.forward_few(ids)
+        return logits, params.laws(logits).spread(self.cut.ids, self.cut.column, width)
 
     @inferring
     def law(self, ids: LongTensor, params: SamplingParams, keep: int = 1, width: int | None = None) -> Tensor:

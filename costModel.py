@@ -197,9 +197,9 @@ def draft_times(target, draft, prefix: int = 64, repeats: int = 7, params=None) 
             for n in range(prefix + 1, prefix + 5):
                 start = clock(draft.device)
                 if params is None:
-                    draft.forward(ids[:n])
+                    draft.forward_few(ids[:n])
                 else:
-                    sample(draft.laws(ids[:n], params), generator)
+                    sample(draft.proposed(ids[:n], params)[1], generator)
                 if turn:
                     (first if n == prefix + 1 else later).append(clock(draft.device) - start)
     target.reset()

@@ -314,9 +314,9 @@ class Int8DraftPass:
         told = np.array([engine.weight_and_bias(norm) for norm in norms], np.float32)
         told = told.reshape(len(norms), 2, head.config["hidden"])
         self.turns, self.out = engine.half_tables(head.cos, head.sin), head.out.out_features
-        self.head = engine.kernels.Draft(
+        self.head = engine.kernels.Held(engine.kernels.Draft(
             head.embedding.numpy(), head.codes.contiguous().numpy(), told[: len(enter.norms)], enter.fc.weights,
-            engine.int8_layers([layer]), told[len(enter.norms) :], head.out.weights, norms[0].eps if norms else 0.0)
+            engine.int8_layers([layer]), told[len(enter.norms) :], head.out.weights, norms[0].eps if norms else 0.0))
 
     def __call__(self, tokens: Tensor, before: Tensor, f: Tensor, columns: Tensor, start: int, mask: Tensor, first: int,
                  last: int, keep: int) -> tuple[Tensor, Tensor]:

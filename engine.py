@@ -192,6 +192,35 @@ class PlainLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class CutHead(nn.Module):
+    """A draft's output matrix cut to the tokens `ids` (FR-Spec, Zhao et al. 2025, arXiv:2502.14856): in a small draft
+    it is most of what a step reads, and in a large vocabulary most tokens are rare. The others get -inf, so q is 0
+    there: they are never proposed, which costs acceptance and no exactness.
+
+    weight: [V, d], the whole matrix; bias: [V] or None. Takes [..., d] to logits [..., V]; `linear` makes those of the
+    tokens `ids` [C] alone, in rising order. column: [V], of each token its place among these, or -1.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ids: LongTensor):
+        super().__init__()
+        self.out_features, ids = weight.shape[0], ids.sort().values
+        self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+        column = torch.full((self.out_features,), -1, device=weight.device)
+        column[ids] = torch.arange(len(ids), device=weight.device)
+        self.register_buffer("ids", ids)
+        self.register_buffer("column", column)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.spread(self.linear(hidden))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[..., C] to [..., V]."""
+        return F.pad(logits, (1, 0), value=float("-inf")).index_select(-1, self.column + 1)
+
+
 def linear_kind(model, engine: str):
     """make(layers with the same input) -> the module that takes the place of all of them together."""
     if engine == "int8":
@@ -291,9 +320,10 @@ class StaticKV:
 class LeanForward(nn.Module):
     """A causal LM's pass over new tokens, written out: what its two families share.
 
-    Called as lean(ids [n], kv, start, keep, parents) -> logits [keep, V] of the last rows (None if keep is 0) and
-    hidden [n, d], what the head is given. ids are fed behind the `start` positions of kv; the last len(parents) of
-    them are the nodes of a tree (see tree_mask), whose columns follow in their order.
+    Called as lean(ids [n], kv, start, keep, parents) -> logits [keep, V] of the last rows (None if keep is 0; [keep, C]
+    of a CutHead's tokens alone, where the model has one) and hidden [n, d], what the head is given. ids are fed behind
+    the `start` positions of kv; the last len(parents) of them are the nodes of a tree (see tree_mask), whose columns
+    follow in their order.
     """
 
     def __init__(self, stack: "Stack", limit: int):
@@ -429,7 +459,9 @@ class Stack(nn.Module):
 
     def __init__(self, model, rotary, blocks: list[nn.Module], norm: nn.Module):
         super().__init__()
-        self.embedding, self.head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.head = head.linear if isinstance(head, CutHead) else head
         self.blocks, self.norm = nn.ModuleList(blocks), norm
         self.groups = blocks[0].heads // blocks[0].kv_heads  # queries that share a key
         # One table for all positions, [P, ..., rotary_dim]: the minus of rotate_half is in the sines.
@@ -609,9 +641,9 @@ class Int8Stack(Stack):
         super().__init__(model, rotary, blocks, norm)
         gated = model.config.model_type == "llama"
         layers = int8_layers(blocks, "GATED" if gated else ACTIVATIONS[model.config.hidden_act])
-        whole = isinstance(self.head, Int8Linear)  # and no CutHead
-        self.told = kernels.Model(self.embedding.numpy(), layers, weight_and_bias(norm), norm.eps,
-                                  self.head.weights if whole else kernels.nothing(len(norm.weight)))
+        whole = isinstance(self.head, Int8Linear)  # and nothing wrapped around one
+        self.told = kernels.Held(kernels.Model(self.embedding.numpy(), layers, weight_and_bias(norm), norm.eps,
+                                               self.head.weights if whole else kernels.nothing(len(norm.weight))))
         self.turns, self.columns = half_tables(self.cos, self.sin), self.head.out_features if whole else 0
 
     def forward(self, ids: Tensor, kv: Tensor, at: None, positions: slice | np.ndarray, start: int, width: int,

@@ -238,7 +238,7 @@ def load_model(name, device, dtype):
 
 
 def load_draft(name, device, dtype, vocab=DRAFT_VOCAB):
-    """load_model of a draft that proposes only its `vocab` most frequent tokens (see specSampling.CutHead), where its
+    """load_model of a draft that proposes only its `vocab` most frequent tokens (see engine.CutHead), where its
     folder lists them and has more; 0: all. model.proposes is how many they are.
 
     ValueError as load_model; or the list is damaged, or shorter.

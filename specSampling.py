@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
 import torch
-import torch.nn.functional as F
-from torch import LongTensor, Tensor, nn
+from torch import LongTensor, Tensor
 
 from cachedModel import CachedModel, as_cached
+from engine import CutHead
 from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
-from utils import (Laws, OneHot, SamplingParams, Weights, at_hand, check_laws, fit_width, laws_of, residual,
-                   sample)
+from utils import (Laws, OneHot, SamplingParams, Weights, at_hand, check_laws, laws_of, residual, sample)
 
 # ----------------------------------------------------------------------------------------------- verification
 
@@ -221,29 +220,6 @@ class Drafter:
         return Proposal(tokens, torch.cat(q) if isinstance(q[0], Tensor) else q[0].joined(q))
 
 
-class CutHead(nn.Module):
-    """A draft's output matrix cut to the tokens `ids` (FR-Spec, Zhao et al. 2025, arXiv:2502.14856): in a small draft
-    it is most of what a step reads, and in a large vocabulary most tokens are rare. The others get -inf, so q is 0
-    there: they are never proposed, which costs acceptance and no exactness.
-
-    weight: [V, d], the whole matrix; bias: [V] or None. Takes [..., d] to logits [..., V].
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, ids: LongTensor):
-        super().__init__()
-        self.out_features = weight.shape[0]
-        self.linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
-        self.linear.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
-        if bias is not None:
-            self.linear.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-        column = torch.full((self.out_features,), len(ids), device=weight.device)  # behind the last one: of no token
-        column[ids] = torch.arange(len(ids), device=weight.device)
-        self.register_buffer("column", column)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.pad(self.linear(hidden), (0, 1), value=float("-inf")).index_select(-1, self.column)
-
-
 def cut_vocabulary(model, ids: LongTensor) -> None:
     """Let `model`, a causal LM as it was loaded, propose no other tokens than `ids`, in place."""
     head = model.get_output_embeddings()
@@ -270,8 +246,8 @@ class ModelDrafter(Drafter):
         limit = min(limit, self.gamma.propose(), self.room(n))
         q = []
         while len(q) < limit:
-            logits = fit_width(self.model.forward(ids), self.width)
-            law = self.params.laws(logits).to(self.device)
+            logits, law = self.model.proposed(ids, self.params, self.width)
+            law = law.to(self.device)
             x = sample(law, self.generator)  # on the device: the next step is not waited for
             ids, q = torch.cat((ids, x)), [*q, law]
             # A controller may stop because of a token that was drawn, but that token stays in the proposal:
@@ -282,9 +258,7 @@ class ModelDrafter(Drafter):
 
     def confidence(self, logits: Tensor, law: Laws, x: LongTensor) -> float:
         """How sure the draft is of the token that it drew: q(x); greedy, where that is always 1, its softmax."""
-        if self.params.temperature > 0:
-            return float(law.of(x))
-        return float(logits.float().softmax(dim=-1)[0, x.to(logits.device)])
+        return float(law.of(x) if self.params.temperature > 0 else logits.float().softmax(dim=-1).max())
 
     def rollback(self, length):
         self.model.rollback(length)

@@ -119,6 +119,10 @@ class OneHot:
     def sample(self, generator=None) -> LongTensor:
         return self.ids
 
+    def spread(self, ids: LongTensor, column: LongTensor, width: int) -> "OneHot":
+        """These laws over the ids [C] as laws over `width` ids, of which the others have no probability; see Spread."""
+        return OneHot(ids[self.ids], width, self.sound)
+
     @staticmethod
     def joined(laws: list["OneHot"]) -> "OneHot":
         sound = None if laws[0].sound is None else torch.cat([law.sound for law in laws])
@@ -219,6 +223,9 @@ class Weights:
         peaked = torch.linalg.vector_norm(self.weights, dim=-1, keepdim=True) / self.total
         return torch.cat((ids, peaked), -1).tolist()
 
+    def spread(self, ids: LongTensor, column: LongTensor, width: int) -> "Spread":
+        return Spread(self, ids, column, len(column)).widened(width)
+
     @staticmethod
     def joined(laws: list["Weights"]) -> "Weights":
         return Weights(torch.cat([law.weights for law in laws]), torch.cat([law.sums for law in laws]))
@@ -226,7 +233,7 @@ class Weights:
 
 class Spread:
     """n laws over `width` ids of which only `ids` [C] have any probability: `law`, over C, gives it to them. As a draft
-    with a cut vocabulary has them (see specSampling.CutHead).
+    with a cut vocabulary has them (see engine.CutHead).
 
     column: [width], of each id its place among `ids`, or -1.
     """
@@ -247,12 +254,27 @@ class Spread:
         p = self.law.dense()
         return p.new_zeros(self.shape).index_copy_(1, self.ids, p)
 
-    def of(self, tokens: LongTensor, rows: LongTensor) -> Tensor:
+    def row(self, i: LongTensor) -> Tensor:
+        p = self.law.row(i)
+        return p.new_zeros(self.shape[1]).index_copy_(0, self.ids, p)
+
+    def of(self, tokens: LongTensor, rows: LongTensor | None = None) -> Tensor:
         column = self.column[tokens]
         return self.law.of(column, rows).masked_fill_(column < 0, 0.0)
 
     def lawful(self) -> Tensor:
         return self.law.lawful()
+
+    def sample(self, generator=None) -> LongTensor:
+        return self.ids[self.law.sample(generator)]
+
+    def to(self, device) -> "Spread":
+        return Spread(self.law.to(device), self.ids.to(device), self.column.to(device), self.shape[1])
+
+    @staticmethod
+    def joined(laws: list["Spread"]) -> "Spread":
+        first = laws[0]
+        return Spread(first.law.joined([law.law for law in laws]), first.ids, first.column, first.shape[1])
 
 
 Laws = OneHot | Weights | Spread
@@ -400,7 +422,8 @@ def greedy_laws(logits: Tensor) -> OneHot:
     """One-hot at the largest logit of each row, the lowest id among equals: [n, V] -> n laws."""
     if in_loops(logits):
         ids, sound = torch.empty(logits.shape[0], dtype=torch.long), torch.empty(logits.shape[0], dtype=torch.bool)
-        kernels.greedy(logits.data_ptr(), *logits.shape, BLOCK, ids.data_ptr(), sound.data_ptr())
+        kernels.greedy(logits.data_ptr(), *logits.shape, BLOCK, ids.data_ptr(), sound.data_ptr(),
+                       kernels.team_at(torch.get_num_threads()))
         return OneHot(ids, logits.shape[1], sound)
     if logits.shape[0] == 1:
         top, ids = logits.max(dim=-1)  # it and argmax carry NaN along
@@ -444,7 +467,8 @@ def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> We
     temperature = min(max(float(temperature), 1e-37), 1e37)  # outside float32's range it would be 0 or infinity
     if not cut and in_loops(logits):
         sums = room_for_sums(logits)
-        kernels.weigh(logits.data_ptr(), *logits.shape, BLOCK, 1 / temperature, sums.data_ptr())
+        kernels.weigh(logits.data_ptr(), *logits.shape, BLOCK, 1 / temperature, sums.data_ptr(),
+                      kernels.team_at(torch.get_num_threads()))
         return Weights(logits, sums)
     logits = logits.clamp_(max=FINITE)
     if temperature != 1 or cut:

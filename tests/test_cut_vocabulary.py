@@ -7,13 +7,13 @@ import torch
 import loadModel
 from cachedModel import CachedModel
 from conftest import tiny_model
-from engine import use_engine
+from engine import CutHead, use_engine
 from loadModel import DRAFT_VOCAB, FREQUENT_FILE, load_draft
 from regrSampling import autoregressive_sampling
-from specSampling import (CutHead, ModelDrafter, cut_vocabulary, speculative_sampling, speculative_sampling_dynamic,
+from specSampling import (ModelDrafter, cut_vocabulary, speculative_sampling, speculative_sampling_dynamic,
                           speculative_sampling_multi)
 from treeSampling import TreeDrafter, tree_sampling
-from utils import SamplingParams
+from utils import SamplingParams, sample
 
 IDS = torch.tensor([3, 30, 1, 7, 12, 25, 18, 9])
 CPU = torch.device("cpu")
@@ -47,6 +47,29 @@ def test_a_cut_draft_on_every_engine(family, engine):
     near = 0.06 * expected.abs().max() if engine == "int8" else 1e-5
     assert (logits[:, IDS] - expected[:, IDS]).abs().max() < near
     assert torch.isneginf(logits).sum() == (0 if family == "gemma2" else 4 * 24)  # which caps its logits behind it
+
+
+@pytest.mark.parametrize("family,engine", [("gemma2", "eager"), ("llama", "eager"), *(
+    (family, engine) for family in ("llama", "gpt_neox") for engine in ("packed", "int8"))])
+def test_few_logits_are_those_of_the_tokens_that_can_be_proposed(family, engine):
+    ids, whole, model = torch.arange(9) * 3 % 32, CachedModel(tiny_model(family)), CachedModel(cut(family, engine))
+    few, logits = model.forward_few(ids), model.forward(ids)
+    assert model.cut.ids.tolist() == sorted(IDS.tolist())
+    torch.testing.assert_close(few, logits[:, model.cut.ids])
+    assert whole.cut is None
+    torch.testing.assert_close(whole.forward_few(ids), whole.forward(ids))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(0.0), SamplingParams(0.7), SamplingParams(1.0, 3),
+                                    SamplingParams(1.0, 0, 0.6)])
+@pytest.mark.parametrize("width", [32, 40, 20, 31])
+def test_what_a_cut_draft_proposes_from_is_its_law(params, width):
+    """width: of the target; with less than the draft's, ids that it does not have are not proposed."""
+    ids, model = torch.arange(9) * 3 % 32, CachedModel(cut("llama", sharpness=5.0))
+    _, law = model.proposed(ids, params, width)
+    assert law.shape == (1, width) and torch.allclose(law.dense(), model.law(ids, params, width=width), atol=1e-6)
+    draws = {int(sample(law, torch.Generator().manual_seed(seed))) for seed in range(50)}
+    assert draws <= set(law.dense()[0].nonzero()[:, 0].tolist()) and (len(draws) > 1) == (params.temperature > 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -12,6 +12,7 @@ import torch
 
 import specSampling
 from cachedModel import CachedModel
+from engine import CutHead
 from regrSampling import autoregressive_sampling
 from specSampling import (AIMDGamma, CombinedDrafter, ConfidenceGamma, CostAwareGamma, HeuristicGamma, ModelDrafter,
                           NGramDrafter, StageDrafter, drafted_sampling, judge, left_of, left_on_device,
@@ -350,6 +351,19 @@ def test_speculative_law_with_a_draft_that_never_proposes_some_tokens(gap):
     target, drafts = models()
     drafts[0].model.table[..., 1] = float("-inf")
     assert gap(speculative_sampling, target, drafts[0], 2) < EXACT
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("sampler", [lambda *a: speculative_sampling(*a, gamma=2),
+                                     lambda *a: speculative_sampling_dynamic(*a, ConfidenceGamma(3, threshold=0.5)),
+                                     lambda t, d, *a: speculative_sampling_multi(t, [d, d], *a, [1, 2])])
+@pytest.mark.parametrize("width", [3, 4])
+def test_speculative_law_with_a_draft_cut_to_few_tokens(gap, how, sampler, width):
+    """width 4: the draft can propose an id that the target does not have."""
+    target, drafts = models(3, width)
+    drafts[0].cut = CutHead(torch.zeros(width, 1), None, torch.tensor([width - 1, 0]))
+    drafts[0].model.table[..., 1 : width - 1] = float("-inf")
+    assert gap(sampler, target, drafts[0], **HOW[how]) < EXACT
 
 
 def test_speculative_law_from_one_token_and_with_the_target_as_its_own_draft(gap):

@@ -630,6 +630,12 @@ def test_a_law_over_few_of_the_ids():
     for p in both_ways(lambda: spread.of(tokens, rows)):
         assert p.tolist() == [0.5, 0.0, 1.0, 0.25]
     assert spread.widened(20).dense().shape == (3, 20) and spread.widened(20)[:2].dense()[:, 12:].sum() == 0
+    assert torch.equal(spread.row(torch.tensor(0)), dense[0]) and spread.of(torch.tensor([2, 5])).tolist() == [0.5, 0.0]
+    joined = spread.joined([spread[1:2], spread[0:1]]).to("cpu")
+    assert torch.equal(joined.dense(), dense[[1, 0]]) and joined.lawful().all()
+    draws = torch.stack([spread[:2].sample(torch.Generator().manual_seed(seed)) for seed in range(400)])
+    shares = torch.nn.functional.one_hot(draws, 12).float().mean(dim=0)
+    assert bool((shares[dense == 0] == 0).all()) and (shares - dense).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("width, wider", [(100, 128), (100, 129), (100, 300), (128, 1000), (200, 300)])
