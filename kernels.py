@@ -114,10 +114,9 @@ def call(context, function, a, b, c, d):
 
 # What a team is told by: an array of OpenMP's function that runs another one on many threads, of how many threads there
 # are, and of the functions that do a thread's share.
-PARALLEL, THREADS, OF_PRODUCT, OF_ACTIVATION, OF_ATTENTION, OF_GREEDY, OF_WEIGHING = range(7)
+PARALLEL, THREADS, OF_PRODUCT, OF_ACTIVATION, OF_ATTENTION = range(5)
 ENOUGH = 200  # rows times columns of an attention from which on more than one thread pays
 ENOUGH_WEIGHTS = 50_000  # of a product, likewise
-ENOUGH_NUMBERS = 30_000  # of laws
 
 
 @functools.cache
@@ -130,14 +129,8 @@ def team(threads):
         parallel = ctypes.cast(parallel, ctypes.c_void_p).value
     except (OSError, AttributeError):
         parallel, threads = 0, 1
-    shares = (share_of_product, share_of_activation, share_of_attention, share_of_greedy, share_of_weighing)
-    return np.array([parallel, threads, *(shared(share).address for share in shares)], np.int64)
-
-
-@functools.cache
-def team_at(threads):
-    """The address of the same, which the laws' functions take."""
-    return team(threads).ctypes.data
+    shares = (shared(share).address for share in (share_of_product, share_of_activation, share_of_attention))
+    return np.array([parallel, threads, *shares], np.int64)
 
 
 @functools.cache
@@ -970,21 +963,11 @@ def wholes(address, n):
 
 
 @compiled
-def greedy(logits, n, width, block, ids, sound, team):
+def greedy(logits, n, width, block, ids, sound):
     """ids [n] int64 of the largest of logits [n, width], the lowest among equals; sound [n] bool: whether a row has no
     NaN, and more than -inf."""
-    told = np.empty(7, np.int64)
-    told[0], told[1], told[2], told[3], told[4], told[5], told[6] = 0, logits, n, width, block, ids, sound
-    together(wholes(team, OF_WEIGHING + 1), OF_GREEDY, told, n > 1 and n * width > ENOUGH_NUMBERS)
-
-
-def share_of_greedy(told):
-    """What a thread does of `greedy`: rows."""
-    t = carray(pointer(told, np.int64(0)), 7)
-    n, width, block = t[2], t[3], t[4]
-    logits, ids, sound = reals(t[1], n, width), wholes(t[5], n), carray(pointer(t[6], np.bool_(0)), n)
-    i = claim(told)
-    while i < n:
+    logits, ids, sound = reals(logits, n, width), wholes(ids, n), carray(pointer(sound, np.bool_(0)), n)
+    for i in range(n):
         row, most, at, beyond = logits[i], LOWEST, 0, np.int32(0)
         for first in range(0, width, block):
             numbers, of_block = row[first : first + block], LOWEST
@@ -996,7 +979,6 @@ def share_of_greedy(told):
         while in_order(row[at]) != most:
             at += 1
         ids[i], sound[i] = at, beyond <= INFINITE and row[at] > f32(-np.inf)
-        i = claim(told)
 
 
 @part
@@ -1011,23 +993,13 @@ def whole(numbers, spare, fill):
 
 
 @compiled
-def weigh(logits, n, width, block, by, sums, team):
+def weigh(logits, n, width, block, by, sums):
     """logits [n, width] become weights, exp(by (logit - the largest)), 0 below 2^-126; sums [n, width / block] float64
     those of the blocks up to each one. NaN where a row has any, or nothing but -inf."""
-    told = np.empty(7, np.int64)
-    told[0], told[1], told[2], told[3], told[4] = 0, logits, n, width, block
-    told[5], told[6] = as_bits(f32(by)), sums
-    together(wholes(team, OF_WEIGHING + 1), OF_WEIGHING, told, n > 1 and n * width > ENOUGH_NUMBERS)
-
-
-def share_of_weighing(told):
-    """What a thread does of `weigh`: rows."""
-    t = carray(pointer(told, np.int64(0)), 7)
-    n, width, block, by = t[2], t[3], t[4], as_float(np.int32(t[5]))
     blocks, most = (width - 1) // block + 1, f32(np.finfo(f32).max)
-    logits, sums, spare = reals(t[1], n, width), doubles(t[6], n, blocks), np.empty(block, f32)
-    i = claim(told)
-    while i < n:
+    logits, sums, by = reals(logits, n, width), doubles(sums, n, blocks), f32(by)
+    spare = np.empty(block, f32)
+    for i in range(n):
         row, total = logits[i], 0.0
         largest = number_of(largest_in(row))
         largest = most if largest > most else largest
@@ -1044,7 +1016,6 @@ def share_of_weighing(told):
                 own[:] = numbers[: len(own)]
             total += of_block
             sums[i, b] = total
-        i = claim(told)
 
 
 @compiled

@@ -422,8 +422,7 @@ def greedy_laws(logits: Tensor) -> OneHot:
     """One-hot at the largest logit of each row, the lowest id among equals: [n, V] -> n laws."""
     if in_loops(logits):
         ids, sound = torch.empty(logits.shape[0], dtype=torch.long), torch.empty(logits.shape[0], dtype=torch.bool)
-        kernels.greedy(logits.data_ptr(), *logits.shape, BLOCK, ids.data_ptr(), sound.data_ptr(),
-                       kernels.team_at(torch.get_num_threads()))
+        kernels.greedy(logits.data_ptr(), *logits.shape, BLOCK, ids.data_ptr(), sound.data_ptr())
         return OneHot(ids, logits.shape[1], sound)
     if logits.shape[0] == 1:
         top, ids = logits.max(dim=-1)  # it and argmax carry NaN along
@@ -467,8 +466,7 @@ def softened(logits: Tensor, temperature: float, top_k: int, top_p: float) -> We
     temperature = min(max(float(temperature), 1e-37), 1e37)  # outside float32's range it would be 0 or infinity
     if not cut and in_loops(logits):
         sums = room_for_sums(logits)
-        kernels.weigh(logits.data_ptr(), *logits.shape, BLOCK, 1 / temperature, sums.data_ptr(),
-                      kernels.team_at(torch.get_num_threads()))
+        kernels.weigh(logits.data_ptr(), *logits.shape, BLOCK, 1 / temperature, sums.data_ptr())
         return Weights(logits, sums)
     logits = logits.clamp_(max=FINITE)
     if temperature != 1 or cut:

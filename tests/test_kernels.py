@@ -294,23 +294,6 @@ def test_threads_change_no_bit(seed, n, kv_heads, group, start):
     assert len(set(results)) == 1
 
 
-@few
-@given(seeds, st.integers(2, 12), st.integers(20_000, 50_000), st.sampled_from([0.3, 1.0, 2.0]))
-def test_threads_change_no_bit_of_a_law(seed, n, width, by):
-    logits, results = numbers(seed, n, width), []
-    logits[n // 2, width // 3] = np.nan
-    for threads in (1, 2, 2, 5, 2):
-        team, block = kernels.team_at(threads), 128
-        weights, sums = logits.copy(), np.empty((n, -(-width // block)))
-        ids, sound = np.empty(n, np.int64), np.empty(n, bool)
-        shape = logits.ctypes.data, n, width, block
-        kernels.greedy(*shape, ids.ctypes.data, sound.ctypes.data, team)
-        kernels.weigh(weights.ctypes.data, *shape[1:], by, sums.ctypes.data, team)
-        results.append(tuple(array.tobytes() for array in (ids, sound, weights, sums)))
-    assert len(set(results)) == 1
-    assert not sound[n // 2] and sound.sum() == n - 1 and (ids == logits.argmax(-1))[sound].all()
-
-
 def test_without_openmp_there_is_one_thread(monkeypatch):
     def none(name):
         raise OSError
