@@ -94,12 +94,20 @@ def test_gate_of_extremes():
 # ------------------------------------------------------------------------------------------------------------ products
 
 
+def told_by(weights, out, size):
+    """The levels [out, size] of the Weights of one layer, and the scale [out] of each output."""
+    blocks, steps, _ = weights.packed.shape[1:]
+    levels = weights.packed[0].reshape(blocks, steps, kernels.WIDE, kernels.DEEP).transpose(0, 2, 1, 3)
+    return levels.reshape(blocks * kernels.WIDE, -1)[:out, :size].astype(int), weights.scale[0, :out] * f32(127)
+
+
 def layer_of(seed, out, size):
-    """Weights, and the whole numbers and scales that they stand for."""
+    """Weights, and the whole numbers and scales that they stand for. Of every third seed all are of one sign."""
     weight, bias, shrink = numbers(seed, out, size), numbers(seed + 1, out), np.abs(numbers(seed + 2, size)) + f32(0.1)
+    weight = np.abs(weight) if seed % 3 == 0 else weight
     weight[0] = 0  # a level of nothing
-    scale = np.maximum(np.abs(weight).max(axis=1), f32(1e-30)) / f32(63)
-    return kernels.in_levels(weight, bias, shrink), np.rint(weight / scale[:, None]).astype(int), scale, bias, shrink
+    weights = kernels.in_levels(weight, bias, shrink)
+    return weights, *told_by(weights, out, size), bias, shrink
 
 
 @few
@@ -107,7 +115,7 @@ def layer_of(seed, out, size):
 def test_a_product_is_that_of_whole_numbers(seed, n, out, size, team):
     """Of any shape, blocks and tiles full or not. The extremes are the largest sums that 16 bits have to hold."""
     weights, levels, scale, bias, _ = layer_of(seed, out, size)
-    x = np.random.default_rng(seed).choice([1, 128, 255, 77], (n, -(-size // 4) * 4)).astype(np.uint8)
+    x = np.random.default_rng(seed).choice([1, 128, 255, 77], (n, -(-size // 8) * 8)).astype(np.uint8)
     x[:, size:] = 201  # must not count
     row_scale, y = np.abs(numbers(seed + 3, n)), np.full((n, out), np.nan, f32)
     kernels.product(x, row_scale, weights, 0, team, y)
@@ -117,8 +125,28 @@ def test_a_product_is_that_of_whole_numbers(seed, n, out, size, team):
     assert (y[:, 0] == bias[0]).all()
 
 
+@few
+@given(seeds, st.sampled_from(["even", "peaked", "alike", "one sign", "few large"]))
+def test_weights_are_near_their_levels_and_sums_of_levels_fit(seed, kind):
+    out, size = 40, 90
+    weight = numbers(seed, out, size)
+    weight = {"even": weight, "peaked": weight**3, "alike": np.sign(weight) * f32(0.3), "one sign": np.abs(weight),
+              "few large": np.where(np.abs(weight) > 2, 4 * weight, weight)}[kind].astype(f32)
+    levels, scale = told_by(kernels.in_levels(weight, np.zeros(out, f32), np.ones(size, f32)), out, size)
+    joined = np.pad(levels, ((0, 0), (0, -size % 8))).reshape(out, -1, 2, 2, 2)  # step, pair, of the pair
+    sums = [np.maximum(sign * joined, 0).sum(axis=(2, 4)).max() for sign in (1, -1)]
+    assert max(sums) * 255 < 2**15 and np.abs(levels).max() <= 63
+    largest = np.abs(weight).max(axis=1)
+    finest = np.rint(weight / (largest / f32(63))[:, None])
+    as_they_are = np.isclose(scale * 63, largest, rtol=1e-6) & (levels == finest).all(axis=1)
+    assert as_they_are.any() or kind in ("alike", "one sign")
+    error = np.square(levels * scale[:, None] - weight).sum(axis=1)
+    few_levels = np.rint(weight / (largest / 32)[:, None]) * (largest / 32)[:, None]  # of which any four fit
+    assert (as_they_are | (error <= np.square(few_levels - weight).sum(axis=1) * 1.001)).all()
+
+
 def test_the_largest_sums_do_not_overflow():
-    """127 levels times 63, all of one sign: pairs of them in 16 bits, all of them in 32."""
+    """Alike and of one sign are weights whose levels, and the inputs' 127, add up to the most: in 16 and in 32 bits."""
     for sign in (1, -1):
         weights = kernels.in_levels(np.full((16, 4096), sign, f32), np.zeros(16, f32), np.ones(4096, f32))
         for level in (255, 1):
