@@ -236,7 +236,7 @@ def test_a_step_in_8_bits_is_near_the_same_in_torch(kind, how):
             made.append([*first, *nodes, *child])
         assert len(made[1][1]) == 3 and isinstance(in_8_bits.passes[module], Int8DraftPass)
         for a, b in zip(*made):
-            assert a.shape == b.shape and 0 < (a - b).norm() <= 0.06 * a.norm()
+            assert a.shape == b.shape and 0 < (a - b).norm() <= 0.09 * a.norm()
 
 
 def test_a_step_is_one_call():
