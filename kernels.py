@@ -1179,6 +1179,36 @@ def excess(p, q, n, width, rest):
 
 
 @compiled
+def leave(p, width, p_sums, q, q_width, q_sums, ids, block, rest, sums):
+    """rest [width] and their sums: weights of norm(max(p - q, 0)), of one row of weights each, p's where q covers it.
+    ids [q_width] int64: q's columns among p's (ids 0: they are the first of these)."""
+    blocks, q_last = (width - 1) // block + 1, (q_width - 1) // block
+    p, p_sums = reals(p, 1, width)[0], doubles(p_sums, 1, blocks)[0]
+    q, q_sums = reals(q, 1, q_width)[0], doubles(q_sums, 1, q_last + 1)[0]
+    rest, sums, spare = reals(rest, 1, width)[0], doubles(sums, 1, blocks)[0], np.empty(block, f32)
+    # In float64, in which the factor of a q that has lost almost all is finite, and 1 where q is p.
+    factor, total = p_sums[blocks - 1] / q_sums[q_last], 0.0
+    rest[:] = p
+    if ids:
+        place = wholes(ids, q_width)
+        for c in range(q_width):
+            more = rest[place[c]] - f32(np.float64(q[c]) * factor)
+            rest[place[c]] = f32(0) if more < f32(0) else more
+    else:
+        for j in range(q_width):
+            more = rest[j] - f32(np.float64(q[j]) * factor)
+            rest[j] = f32(0) if more < f32(0) else more
+    for b in range(blocks):
+        numbers, of_block = whole(rest[b * block : (b + 1) * block], spare, f32(0)), f32(0)
+        for j in range(len(numbers)):
+            of_block += numbers[j]
+        total += of_block
+        sums[b] = total
+    if total == 0.0:
+        rest[:], sums[:] = p, p_sums
+
+
+@compiled
 def likeliest(logits, n, width, block, k, told):
     """told [n, 2 k] float64: of each row of logits [n, width] the k greatest probabilities in falling order, and their
     ids."""

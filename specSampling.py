@@ -16,7 +16,7 @@ from cachedModel import CachedModel, as_cached
 from engine import CutHead
 from metrics import Generation, Level, Round
 from regrSampling import OnTokens, decode
-from utils import (Laws, OneHot, SamplingParams, Weights, at_hand, check_laws, laws_of, residual, sample)
+from utils import (Laws, OneHot, SamplingParams, Weights, at_hand, check_laws, laws_of, left_over, residual, sample)
 
 # ----------------------------------------------------------------------------------------------- verification
 
@@ -70,11 +70,11 @@ def judge(p: Weights, q: Laws, tokens: LongTensor, generator=None) -> tuple[Tens
     return n, sample(rest, generator).view(())
 
 
-def left_of(p: Weights, q: Laws, n: int) -> Tensor | Laws:
-    """What the token behind n accepted ones is drawn from: at the first rejected position the residual, [V]; after a
+def left_of(p: Weights, q: Laws, n: int) -> Laws:
+    """What the token behind n accepted ones is drawn from, 1 law: at the first rejected position the residual; after a
     full acceptance the last row of p, from which nothing is subtracted."""
     p_n = p[n : n + 1]
-    return p_n if n == q.shape[0] else residual(p_n.dense()[0], q[n : n + 1].dense()[0])
+    return p_n if n == q.shape[0] else left_over(p_n, q[n : n + 1])
 
 
 def left_on_device(p: Weights, q: Laws, n: LongTensor) -> Tensor:

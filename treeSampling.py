@@ -19,7 +19,7 @@ from engine import levels
 from metrics import Generation, Round
 from regrSampling import OnTokens
 from specSampling import Drafter, GammaController, ModelDrafter, apart, drafted_sampling
-from utils import (Laws, OneHot, SamplingParams, Weights, evidence, fit_width, largest, laws_of, residual,
+from utils import (Laws, OneHot, SamplingParams, Weights, evidence, fit_width, largest, laws_of, left_over, residual,
                    sample)
 
 RULES = ("independent", "without-replacement", "top-k")
@@ -182,7 +182,7 @@ class Walk:
         self.tokens, self.p_x, self.q_x, self.u, lawful = evidence(self.p, above, self.q, self.rows, x, u)
         return lawful
 
-    def try_drawn(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:
+    def try_drawn(self, at: int, nodes: list[int]) -> tuple[int | None, Laws | None]:
         """Of the children `nodes`, which were drawn from q, the one that is accepted; or None, and what is left of p in
         row `at`."""
         left = q = older = None
@@ -190,21 +190,21 @@ class Walk:
             p_x, q_x = self.p_x[node], self.q_x[node]
             if older is not None:  # it was rejected
                 again = self.tree.rule == "independent"  # from the whole of q
-                q = row_of(self.q, self.rows[node]) if again else self.without(q, older)
-                p_x, q_x = torch.stack((left[self.tokens[node]], q[self.tokens[node]])).tolist()
+                q = self.law_of(node) if again else q.without(self.tree.tokens[older : older + 1])
+                x = self.tree.tokens[node : node + 1]
+                p_x, q_x = torch.cat((left.of(x), q.of(x))).tolist()
                 if math.isnan(q_x):  # q has lost all that it had: this child was drawn from nothing
                     break
             if self.u[node] * q_x < p_x:
                 return node, None
             if older is None:
-                left, q = row_of(self.p, at), row_of(self.q, self.rows[node])
-            left, older = residual(left, q), node
+                left, q = self.p[at : at + 1], self.law_of(node)
+            left, older = left_over(left, q), node
         return None, self.p[at : at + 1] if left is None else left
 
-    def without(self, q: Tensor, node: int) -> Tensor:
-        """norm(q without the token of `node`), [V]."""
-        q = q.index_fill(0, self.tree.tokens[node], 0.0)
-        return q / q.sum(dtype=torch.float64).to(q.dtype)
+    def law_of(self, node: int) -> Laws:
+        """q of a node, 1 law."""
+        return self.q[self.rows[node] : self.rows[node] + 1]
 
     def try_chosen(self, at: int, nodes: list[int]) -> tuple[int | None, Tensor | Laws | None]:
         """The same where they were chosen: p loses what it rejects, and the host knows all that this takes."""

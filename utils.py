@@ -104,6 +104,10 @@ class OneHot:
         """[n, V] float32 probabilities."""
         return torch.zeros(self.shape, device=self.ids.device).scatter_(-1, self.ids[:, None], 1.0)
 
+    def without(self, token: LongTensor) -> "Weights":
+        """One law that has lost a token [1]."""
+        return Weights(self.dense()).without(token)
+
     def row(self, i: LongTensor) -> Tensor:
         """Row i, an index on the device []: [V] probabilities."""
         return OneHot(self.ids.index_select(0, i[None]), self.shape[1]).dense()[0]
@@ -226,6 +230,10 @@ class Weights:
     def spread(self, ids: LongTensor, column: LongTensor, width: int) -> "Spread":
         return Spread(self, ids, column, len(column)).widened(width)
 
+    def without(self, token: LongTensor) -> "Weights":
+        """One law that has lost a token [1]."""
+        return Weights(self.weights.index_fill(1, token, 0.0))
+
     @staticmethod
     def joined(laws: list["Weights"]) -> "Weights":
         return Weights(torch.cat([law.weights for law in laws]), torch.cat([law.sums for law in laws]))
@@ -254,13 +262,16 @@ class Spread:
         p = self.law.dense()
         return p.new_zeros(self.shape).index_copy_(1, self.ids, p)
 
+    def without(self, token: LongTensor) -> "Spread":
+        return Spread(self.law.without(self.column[token]), self.ids, self.column, self.shape[1])
+
     def row(self, i: LongTensor) -> Tensor:
         p = self.law.row(i)
         return p.new_zeros(self.shape[1]).index_copy_(0, self.ids, p)
 
     def of(self, tokens: LongTensor, rows: LongTensor | None = None) -> Tensor:
         column = self.column[tokens]
-        return self.law.of(column, rows).masked_fill_(column < 0, 0.0)
+        return self.law.of(column.clamp(min=0), rows).masked_fill_(column < 0, 0.0)
 
     def lawful(self) -> Tensor:
         return self.law.lawful()
@@ -512,6 +523,19 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     total = rest.sum(dim=-1, keepdim=True)
     covered = (total == 0).to(rest.dtype)  # added and multiplied, since where() takes ten times as long
     return rest.addcmul_(p, covered).div_(total + covered)
+
+
+def left_over(p: Laws, q: Laws) -> Weights:
+    """`residual` of one row of laws each, over as many ids, as one."""
+    over = q.law if isinstance(q, Spread) else q
+    if isinstance(p, Weights) and isinstance(over, Weights) and in_loops(p.weights) and in_loops(over.weights):
+        rest = torch.empty_like(p.weights)
+        sums = room_for_sums(rest)
+        kernels.leave(p.weights.data_ptr(), p.shape[1], p.sums.data_ptr(), over.weights.data_ptr(), over.shape[1],
+                      over.sums.data_ptr(), 0 if over is q else q.ids.data_ptr(), BLOCK, rest.data_ptr(),
+                      sums.data_ptr())
+        return Weights(rest, sums)
+    return Weights(residual(p.dense(), q.dense()))
 
 
 def fit_width(logits: Tensor, width: int) -> Tensor:

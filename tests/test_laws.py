@@ -121,7 +121,7 @@ def test_the_grid_detects_a_broken_verify(monkeypatch, broken):
 
 
 def test_the_grid_detects_a_residual_that_is_p(monkeypatch):
-    monkeypatch.setattr(specSampling, "residual", lambda p, q: p)
+    monkeypatch.setattr(specSampling, "left_over", lambda p, q: p)
     with pytest.MonkeyPatch.context() as inner:
         law = law_of_verify(inner, P["other"], Q, 2)
     assert distance(law, law_of_chain(P["other"], 3)) > 1e-2
@@ -225,8 +225,7 @@ def test_what_is_left_is_the_same_whether_the_host_knows_n_or_not(one_hot_q):
     p, q = laws_of(random_law(4, 300, 0)), laws_of(random_law(3, 300, 1))
     q = OneHot(torch.tensor([5, 200, 7]), 300) if one_hot_q else q
     for n in range(4):
-        here = left_of(p, q, n)
-        here = here if isinstance(here, torch.Tensor) else here.dense()[0]
+        here = left_of(p, q, n).dense()[0]
         expected = (p.dense()[n] - (q.dense()[n] if n < 3 else 0)).clamp(min=0)
         assert torch.allclose(here, left_on_device(p, q, torch.tensor(n)), atol=1e-7)
         assert torch.allclose(here, expected / expected.sum(), atol=1e-6)

@@ -152,7 +152,8 @@ def test_the_enumeration_detects_a_tree_that_says_another_rule(monkeypatch, draw
 
 def test_the_enumeration_detects_a_wrong_residual(monkeypatch):
     """What is left of p is p itself."""
-    monkeypatch.setattr(treeSampling, "residual", lambda p, q: p)
+    for name in ("residual", "left_over"):
+        monkeypatch.setattr(treeSampling, name, lambda p, q: p)
     for rule in RULES:
         with pytest.MonkeyPatch.context() as inner:
             law, expected = law_of_verify_tree(inner, P["other"], Q["full"], (2,), rule)
