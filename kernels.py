@@ -240,10 +240,11 @@ def nearest(weight, scale):
     """limited levels of weight [out, in] and their scale [out], where those of `scale` are too large: of each output
     these made smaller, or fewer levels, whichever is nearer."""
     best, scales, least = np.zeros_like(weight), scale.copy(), np.full(len(weight), np.inf)
+    finest = weight / scale[:, None]  # in whose units no error is too large or too small for its square
     for fewer in FEWER:
-        of_this = scale * f32(WEIGHT_LEVELS / fewer)
-        levels = limited(np.rint(weight / of_this[:, None]))
-        error = np.square(levels * of_this[:, None] - weight).sum(axis=1)
+        coarser = f32(WEIGHT_LEVELS / fewer)
+        levels, of_this = limited(np.rint(finest / coarser)), scale * coarser
+        error = np.square(levels * coarser - finest).sum(axis=1)
         nearer = error < least
         best[nearer], scales[nearer], least[nearer] = levels[nearer], of_this[nearer], error[nearer]
     return best, scales
@@ -255,7 +256,7 @@ def limited(levels):
     joined = levels.reshape(len(levels), levels.shape[1] // (DEEP * JOINED), JOINED, DEEP // 2, 2)
     for sign in (1, -1):
         sums = np.maximum(sign * joined, 0).sum(axis=(2, 4), keepdims=True)
-        if sums.size and sums.max() > MOST:
+        if sums.size and not sums.max() <= MOST:  # NaN is an output's own affair
             lower = np.trunc(joined * (MOST / np.maximum(sums, MOST)))
             joined = np.where(sign * joined > 0, lower, joined)
     return joined.reshape(levels.shape)

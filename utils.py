@@ -263,7 +263,8 @@ class Spread:
         return p.new_zeros(self.shape).index_copy_(1, self.ids, p)
 
     def without(self, token: LongTensor) -> "Spread":
-        return Spread(self.law.without(self.column[token]), self.ids, self.column, self.shape[1])
+        lost = torch.arange(len(self.ids), device=self.ids.device) == self.column[token]  # none, if it has no place
+        return Spread(Weights(self.law.weights.masked_fill(lost, 0.0)), self.ids, self.column, self.shape[1])
 
     def row(self, i: LongTensor) -> Tensor:
         p = self.law.row(i)

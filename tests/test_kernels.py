@@ -145,6 +145,22 @@ def test_weights_are_near_their_levels_and_sums_of_levels_fit(seed, kind):
     assert (as_they_are | (error <= np.square(few_levels - weight).sum(axis=1) * 1.001)).all()
 
 
+@pytest.mark.parametrize("scale", [1.0, 3e22, 1e30, 1e-22, 1e-30])
+def test_fewer_levels_are_as_near_at_any_scale(scale):
+    """Squares of errors left float32's range: a layer of zeros, or the first levels tried."""
+    weight = (np.random.default_rng(0).uniform(0.5, 1, (16, 8)) * scale).astype(f32)
+    levels, of_output = told_by(kernels.in_levels(weight, np.zeros(16, f32), np.ones(8, f32)), 16, 8)
+    assert (np.abs(levels * of_output[:, None].astype(float) - weight) < 0.04 * scale).all()
+
+
+def test_a_weight_that_is_no_number_is_its_outputs_own_affair():
+    weight, y = np.ones((16, 8), f32), np.empty((1, 16), f32)
+    weight[5, 0], weight[9, 3] = np.nan, np.inf
+    weights = kernels.in_levels(weight, np.zeros(16, f32), np.ones(8, f32))
+    kernels.product(np.full((1, 8), 255, np.uint8), np.ones(1, f32), weights, 0, ALONE, y)
+    assert np.isnan(y[0, [5, 9]]).all() and np.allclose(np.delete(y[0], [5, 9]), 8.0)
+
+
 def test_the_largest_sums_do_not_overflow():
     """Alike and of one sign are weights whose levels, and the inputs' 127, add up to the most: in 16 and in 32 bits."""
     for sign in (1, -1):

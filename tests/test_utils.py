@@ -670,6 +670,9 @@ def test_a_law_over_few_of_the_ids():
     assert torch.equal(spread.row(torch.tensor(0)), dense[0])
     for p in both_ways(lambda: spread.of(torch.tensor([2, 3]))):
         assert p.tolist() == [0.5, 0.0]
+    for token in (5, 9, 3):  # the last one has no place among the ids
+        less = dense[:1].index_fill(1, torch.tensor([token]), 0.0)
+        assert torch.allclose(spread[:1].without(torch.tensor([token])).dense(), less / less.sum())
     joined = spread.joined([spread[1:2], spread[0:1]]).to("cpu")
     assert torch.equal(joined.dense(), dense[[1, 0]]) and joined.lawful().all()
     draws = torch.stack([spread[:2].sample(torch.Generator().manual_seed(seed)) for seed in range(400)])
