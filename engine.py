@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from utils import columns_of
+
 try:
     import kernels
 except ImportError:  # without numba there is no engine int8
@@ -208,17 +210,15 @@ class CutHead(nn.Module):
         self.linear.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
         if bias is not None:
             self.linear.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-        column = torch.full((self.out_features,), -1, device=weight.device)
-        column[ids] = torch.arange(len(ids), device=weight.device)
         self.register_buffer("ids", ids)
-        self.register_buffer("column", column)
+        self.register_buffer("column", columns_of(ids, self.out_features))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.spread(self.linear(hidden))
 
     def spread(self, logits: Tensor) -> Tensor:
         """[..., C] to [..., V]."""
-        return F.pad(logits, (1, 0), value=float("-inf")).index_select(-1, self.column + 1)
+        return F.pad(logits, (0, 1), value=float("-inf"))[..., self.column]  # -1: what is behind the last one
 
 
 def linear_kind(model, engine: str):

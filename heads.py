@@ -18,6 +18,7 @@ from cachedModel import CachedModel
 from engine import Int8Linear, PackedLinear, inputs_watched, replace_linears, side_by_side
 from specSampling import Drafter, MeasuredSpeed, Proposal
 from treeSampling import Tree
+from utils import columns_of
 
 ABSENT = -100.0  # log-probability of a token that has no column
 LOOKED_AT = 128  # tokens of random text, on which the 8-bit engine looks at the inputs of a head's layers
@@ -72,9 +73,7 @@ class Head(nn.Module):
     @property
     def column(self) -> LongTensor:
         """[V], of each token its column in the head's logits, or -1."""
-        column = torch.full((self.config["vocab"],), -1, device=self.ids.device)
-        column[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
-        return column
+        return columns_of(self.ids, self.config["vocab"])
 
     def bound(self) -> None:
         """What a subclass derives from the target's matrices."""

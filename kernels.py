@@ -252,7 +252,7 @@ def nearest(weight, scale):
 
 def limited(levels):
     """levels [out, in], of which those that `multiply` adds up in 16 bits are made smaller where those of one sign come
-    to more than MOST: a trained model's in one of a thousand places."""
+    to more than MOST: few of a trained model's."""
     joined = levels.reshape(len(levels), levels.shape[1] // (DEEP * JOINED), JOINED, DEEP // 2, 2)
     for sign in (1, -1):
         sums = np.maximum(sign * joined, 0).sum(axis=(2, 4), keepdims=True)
@@ -1058,6 +1058,19 @@ def weigh(logits, n, width, block, by, sums):
             sums[i, b] = total
 
 
+@part
+def add_blocks(row, block, spare, sums):
+    """The sum of a row of weights; sums [blocks] float64: those of its blocks up to each one."""
+    total = 0.0
+    for b in range(len(sums)):
+        numbers, of_block = whole(row[b * block : (b + 1) * block], spare, f32(0)), f32(0)
+        for j in range(len(numbers)):
+            of_block += numbers[j]
+        total += of_block
+        sums[b] = total
+    return total
+
+
 @compiled
 def add_up(weights, n, width, block, sums):
     """sums [n, width / block] float64 of weights [n, width], as `weigh` has them."""
@@ -1065,13 +1078,7 @@ def add_up(weights, n, width, block, sums):
     weights, sums = reals(weights, n, width), doubles(sums, n, blocks)
     spare = np.empty(block, f32)
     for i in range(n):
-        row, total = weights[i], 0.0
-        for b in range(blocks):
-            numbers, of_block = whole(row[b * block : (b + 1) * block], spare, f32(0)), f32(0)
-            for j in range(len(numbers)):
-                of_block += numbers[j]
-            total += of_block
-            sums[i, b] = total
+        add_blocks(weights[i], block, spare, sums[i])
 
 
 @compiled
@@ -1188,7 +1195,7 @@ def leave(p, width, p_sums, q, q_width, q_sums, ids, block, rest, sums):
     q, q_sums = reals(q, 1, q_width)[0], doubles(q_sums, 1, q_last + 1)[0]
     rest, sums, spare = reals(rest, 1, width)[0], doubles(sums, 1, blocks)[0], np.empty(block, f32)
     # In float64, in which the factor of a q that has lost almost all is finite, and 1 where q is p.
-    factor, total = p_sums[blocks - 1] / q_sums[q_last], 0.0
+    factor = p_sums[blocks - 1] / q_sums[q_last]
     rest[:] = p
     if ids:
         place = wholes(ids, q_width)
@@ -1199,13 +1206,7 @@ def leave(p, width, p_sums, q, q_width, q_sums, ids, block, rest, sums):
         for j in range(q_width):
             more = rest[j] - f32(np.float64(q[j]) * factor)
             rest[j] = f32(0) if more < f32(0) else more
-    for b in range(blocks):
-        numbers, of_block = whole(rest[b * block : (b + 1) * block], spare, f32(0)), f32(0)
-        for j in range(len(numbers)):
-            of_block += numbers[j]
-        total += of_block
-        sums[b] = total
-    if total == 0.0:
+    if add_blocks(rest, block, spare, sums) == 0.0:
         rest[:], sums[:] = p, p_sums
 
 

@@ -289,6 +289,11 @@ class Spread:
         return Spread(first.law.joined([law.law for law in laws]), first.ids, first.column, first.shape[1])
 
 
+def columns_of(ids: LongTensor, width: int) -> LongTensor:
+    """[width], of each id its place among `ids` [C], or -1: as Spread reads it."""
+    return torch.full((width,), -1, device=ids.device).index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
+
+
 Laws = OneHot | Weights | Spread
 
 
